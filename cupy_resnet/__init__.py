@@ -1,0 +1,28 @@
+"""ResNets on hand-written CUDA kernels, driven entirely from Python.
+
+Importing this package does no GPU work and imports neither CuPy nor torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["Model", "__version__", "list_models", "load"]
+
+if TYPE_CHECKING:
+    from .model import Model, load
+    from .networks import list_models
+
+_LAZY = {"Model": "model", "load": "model", "list_models": "networks"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports public names on first use, so that ``import cupy_resnet`` stays quick."""
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

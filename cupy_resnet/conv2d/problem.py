@@ -1,0 +1,127 @@
+"""The description of one convolution, apart from how it is computed. Imports no CuPy: usable anywhere."""
+
+from dataclasses import dataclass
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conv2dProblem:
+    """A forward convolution: NHWC input, KRSC filter, NPQK output.
+
+    Args:
+        N, H, W, C: input batch, height, width, channels.
+        K, R, S: output channels, filter height and width.
+        stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, groups: as in ``torch.nn.functional.conv2d``.
+        dtype: of input, filter and output.
+
+    Raises:
+        ValueError: a size that no convolution can have; the message names the argument.
+    """
+
+    N: int
+    H: int
+    W: int
+    C: int
+    K: int
+    R: int
+    S: int
+    stride_h: int = 1
+    stride_w: int = 1
+    pad_h: int = 0
+    pad_w: int = 0
+    dilation_h: int = 1
+    dilation_w: int = 1
+    groups: int = 1
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("C", "K", "R", "S", "H", "W", "stride_h", "stride_w", "dilation_h", "dilation_w", "groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"conv2d: {name} must be at least 1, got {getattr(self, name)}")
+        for name in ("N", "pad_h", "pad_w"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"conv2d: {name} must not be negative, got {getattr(self, name)}")
+        if self.C % self.groups or self.K % self.groups:
+            raise ValueError(
+                f"conv2d: input channels C={self.C} and output channels K={self.K} must both be multiples of "
+                f"groups={self.groups}"
+            )
+        if self.P < 1 or self.Q < 1:
+            raise ValueError(
+                f"conv2d: the filter ({self.R}×{self.S}, dilation {self.dilation_h}×{self.dilation_w}) is larger than "
+                f"the padded input ({self.H + 2 * self.pad_h}×{self.W + 2 * self.pad_w})"
+            )
+
+    @property
+    def P(self) -> int:  # noqa: N802
+        """Output height."""
+        return (self.H + 2 * self.pad_h - self.dilation_h * (self.R - 1) - 1) // self.stride_h + 1
+
+    @property
+    def Q(self) -> int:  # noqa: N802
+        """Output width."""
+        return (self.W + 2 * self.pad_w - self.dilation_w * (self.S - 1) - 1) // self.stride_w + 1
+
+    @property
+    def group_channels(self) -> int:
+        """Input channels of one group."""
+        return self.C // self.groups
+
+    @property
+    def gemm_m(self) -> int:
+        """Rows of the equivalent matrix product: N·P·Q."""
+        return self.N * self.P * self.Q
+
+    @property
+    def gemm_n(self) -> int:
+        """Columns of the product, per group: K/groups."""
+        return self.K // self.groups
+
+    @property
+    def gemm_k(self) -> int:
+        """Depth of the product, per group: R·S·C/groups."""
+        return self.R * self.S * self.group_channels
+
+    @property
+    def input_shape(self) -> tuple[int, int, int, int]:
+        return self.N, self.H, self.W, self.C
+
+    @property
+    def filter_shape(self) -> tuple[int, int, int, int]:
+        return self.K, self.R, self.S, self.group_channels
+
+    @property
+    def output_shape(self) -> tuple[int, int, int, int]:
+        return self.N, self.P, self.Q, self.K
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the direct convolution, a multiply-add counted as two."""
+        return 2 * self.gemm_m * self.gemm_k * self.K
+
+    @property
+    def bytes(self) -> int:
+        """The fewest bytes the problem must move: input, filter and output once each."""
+        size = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[self.dtype]
+        elements = self.N * self.H * self.W * self.C + self.K * self.gemm_k + self.gemm_m * self.K
+        return size * elements
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether the input tensor itself is the im2col matrix: 1×1, stride 1, no padding."""
+        return (
+            (self.R, self.S, self.stride_h, self.stride_w) == (1, 1, 1, 1) and self.pad_h == self.pad_w == 0
+        )
+
+    def __str__(self) -> str:
+        text = f"{self.N}×{self.H}×{self.W}×{self.C} → {self.K}, {self.R}×{self.S}"
+        if (self.stride_h, self.stride_w) != (1, 1):
+            text += f", stride {self.stride_h}×{self.stride_w}"
+        if (self.pad_h, self.pad_w) != (0, 0):
+            text += f", pad {self.pad_h}×{self.pad_w}"
+        if (self.dilation_h, self.dilation_w) != (1, 1):
+            text += f", dilation {self.dilation_h}×{self.dilation_w}"
+        if self.groups != 1:
+            text += f", groups {self.groups}"
+        return text
