@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 INT32_MAX = 2**31 - 1
+MAX_GROUPS = 65535  # gridDim.y
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,28 @@ class Conv2dProblem:
         return (
             (self.R, self.S, self.stride_h, self.stride_w) == (1, 1, 1, 1) and self.pad_h == self.pad_w == 0
         )
+
+    def limit_exceeded(self) -> str | None:
+        """Names the size that the kernels cannot index, or None.
+
+        Whole tensors may have 2³¹ elements and more; a single padded image, the filter, and the number of output
+        pixels may not, because kernels form those offsets in 32 bits. The filter's bound leaves room for one tile of
+        rows past the last.
+        """
+        sizes = {
+            "output pixels N·P·Q": self.gemm_m + 1024,
+            "elements of one padded image (H+2·pad)·(W+2·pad)·C": (
+                (self.H + 2 * self.pad_h) * (self.W + 2 * self.pad_w) * self.C
+            ),
+            "elements of one output image P·Q·K": self.P * self.Q * self.K,
+            "filter elements K·R·S·C/groups": (self.K + 256) * self.gemm_k,
+        }
+        for name, size in sizes.items():
+            if size > INT32_MAX:
+                return f"{name} = {size} exceeds 2^31 − 1"
+        if self.groups > MAX_GROUPS:
+            return f"groups = {self.groups} exceeds {MAX_GROUPS}"
+        return None
 
     def __str__(self) -> str:
         text = f"{self.N}×{self.H}×{self.W}×{self.C} → {self.K}, {self.R}×{self.S}"

@@ -1,0 +1,149 @@
+"""Reads checkpoint files into nested mappings of arrays. Imports no CuPy, and torch only to read torch's own files.
+
+safetensors and npz cannot run code; ``.pth`` and ``.pt`` are pickles and are read with ``weights_only=True``.
+"""
+
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .errors import CheckpointError
+
+SUFFIXES = (".safetensors", ".npz", ".pth", ".pt")
+
+_SAFETENSORS_DTYPES = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "?",
+}
+
+
+def read_file(path: Path) -> Mapping[str, Any]:
+    """Reads one checkpoint file.
+
+    Returns:
+        What the file holds: arrays (NumPy, or torch's on the CPU) under their keys, possibly nested.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: a folder, an empty, truncated or foreign file, or an unknown suffix.
+        ImportError: a torch file without torch installed.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint file {path}")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a file; give one that ends in {', '.join(SUFFIXES)}")
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise CheckpointError(f"{path} has the suffix {suffix!r}; checkpoints end in {', '.join(SUFFIXES)}")
+    if path.stat().st_size == 0:
+        raise CheckpointError(f"{path} is empty; the download or copy was not finished")
+    if suffix == ".safetensors":
+        return _read_safetensors(path)
+    if suffix == ".npz":
+        return _read_npz(path)
+    return _read_torch(path)
+
+
+def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
+    """Widens bfloat16, given as uint16 bit patterns, to float32: exact, bfloat16 being float32's upper half."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    import safetensors
+
+    try:
+        entries = safetensors.deserialize(path.read_bytes())
+    except Exception as error:
+        raise _unreadable(path, "a safetensors file", error) from error
+    tensors = {}
+    for key, entry in entries:
+        dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise CheckpointError(f"{path}: {key} is {entry['dtype']}; the library reads F64, F32, F16 and BF16")
+        array = np.frombuffer(entry["data"], dtype).reshape(entry["shape"])
+        tensors[key] = bfloat16_to_float32(array) if entry["dtype"] == "BF16" else array
+    return tensors
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise ValueError("it holds one array, not an archive of named arrays")
+            return {key: archive[key] for key in archive.files}
+    except Exception as error:
+        raise _unreadable(path, "an npz file of plain arrays", error) from error
+
+
+def _read_torch(path: Path) -> Mapping[str, Any]:
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            f"reading {path} needs torch: pip install 'cupy-resnet[torch]', "
+            "or convert the file to safetensors where torch is installed"
+        ) from error
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        advice = ""
+        if "weights_only" in str(error) or "Unsupported" in str(error):
+            advice = (
+                " Files that hold Python objects can run code and are not read: "
+                "where you trust it, load it in torch and save model.state_dict()."
+            )
+        raise _unreadable(path, "a torch file of tensors", error, advice) from error
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a state dict; save model.state_dict()")
+    return content
+
+
+def _unreadable(path: Path, wanted: str, error: Exception, advice: str = "") -> CheckpointError:
+    detail = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    looks_like = _sniff(path)
+    found = f" It looks like {looks_like}." if looks_like and not advice else ""
+    return CheckpointError(
+        f"{path} ({path.stat().st_size} bytes) cannot be read as {wanted}: {detail[:200]}.{found}{advice}"
+    )
+
+
+def _sniff(path: Path) -> str | None:
+    """Says what a file that its suffix belies really is, or that it is cut short."""
+    with path.open("rb") as file:
+        head = file.read(200)
+    if head.startswith(b"version https://git-lfs"):
+        return "a git-lfs pointer: run git lfs pull"
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "a web page saved in place of the file"
+    if head.startswith(b"PK"):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                names = archive.namelist()
+        except zipfile.BadZipFile:
+            return "a truncated archive"
+        if any(name.endswith("data.pkl") for name in names):
+            return "a torch file (.pth)"
+        return "an npz file" if any(name.endswith(".npy") for name in names) else "a zip archive of something else"
+    length = int.from_bytes(head[:8], "little")
+    if head[8:9] == b"{":
+        try:
+            with path.open("rb") as file:
+                file.seek(8)
+                json.loads(file.read(length))
+        except (ValueError, OverflowError, MemoryError):
+            return "a truncated safetensors file"
+        return "a safetensors file, damaged or truncated" if path.suffix == ".safetensors" else "a safetensors file"
+    return "a pickle" if head.startswith(b"\x80") else None

@@ -1,0 +1,14 @@
+"""Convolution: the problem, the kernels that solve it, and the choice among them. Importing needs no CuPy."""
+
+from .device import H100, Device
+from .heuristics import Choice, choose
+from .problem import Conv2dProblem
+from .variants import VARIANTS
+
+__all__ = ["H100", "VARIANTS", "Choice", "Conv2dProblem", "Device", "choose", "variant_names"]
+
+
+def variant_names() -> list[str]:
+    """Names of the convolution kernels, the ladder from the bottom: what ``kernel=`` accepts besides ``"auto"``."""
+    return list(VARIANTS)
+

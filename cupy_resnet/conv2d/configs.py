@@ -1,0 +1,124 @@
+"""How a convolution kernel is specialised: frozen configurations, each a set of ``#define``s. Imports no CuPy."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Config(Protocol):
+    """What is fixed when a kernel is compiled. Configurations compare, hash and print."""
+
+    def defines(self) -> dict[str, int]:
+        """The ``#define``s of this configuration."""
+
+
+@dataclass(frozen=True)
+class NoConfig:
+    """A kernel with a single form."""
+
+    def defines(self) -> dict[str, int]:
+        return {}
+
+    def __str__(self) -> str:
+        return "–"
+
+
+@dataclass(frozen=True)
+class SgemmConfig:
+    """sgemm.cu: `vector` elements per global load (4 or 1)."""
+
+    vector: int
+
+    def defines(self) -> dict[str, int]:
+        return {"VECTOR": self.vector}
+
+    def __str__(self) -> str:
+        return f"128×128×8, {4 * self.vector}-byte loads"
+
+
+@dataclass(frozen=True)
+class ImplicitGemmConfig:
+    """conv2d_implicit_gemm.cu.
+
+    Args:
+        tile_m, tile_n: pixels and filters per block.
+        thread_m, thread_n: pixels and filters per thread.
+        num_stages: slices of depth in flight.
+        vector: elements per global load (4 or 1).
+        min_blocks: blocks per multiprocessor that the register budget allows.
+        unroll: 16-byte chunks of a slice multiplied per loop iteration.
+    """
+
+    tile_m: int
+    tile_n: int
+    thread_m: int
+    thread_n: int
+    num_stages: int
+    vector: int
+    min_blocks: int
+    unroll: int = 1
+
+    TILE_K = 16
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return self.tile_m * self.tile_n // (self.thread_m * self.thread_n)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of dynamic shared memory per block."""
+        return self.num_stages * (self.tile_m + self.tile_n) * self.TILE_K * 4
+
+    def defines(self) -> dict[str, int]:
+        return {
+            "TILE_M": self.tile_m,
+            "TILE_N": self.tile_n,
+            "THREAD_M": self.thread_m,
+            "THREAD_N": self.thread_n,
+            "NUM_STAGES": self.num_stages,
+            "VECTOR": self.vector,
+            "MIN_BLOCKS": self.min_blocks,
+            "UNROLL": self.unroll,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tile_m}×{self.tile_n}×{self.TILE_K}, {self.thread_m}×{self.thread_n} per thread, "
+            f"{self.num_stages} stages, {4 * self.vector}-byte loads"
+        )
+
+
+@dataclass(frozen=True)
+class WinogradConfig:
+    """conv2d_winograd.cu: `chunk` channels per step (16, or 8 where shared memory is small)."""
+
+    chunk: int
+
+    TILES = 32
+    TILE_K = 64
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of dynamic shared memory per block."""
+        return 2 * 16 * self.chunk * (self.TILES + self.TILE_K) * 4
+
+    def defines(self) -> dict[str, int]:
+        return {"CHUNK": self.chunk}
+
+    def __str__(self) -> str:
+        return f"32 tiles × 64 filters, {self.chunk} channels per step"
+
+
+SGEMM = (SgemmConfig(4), SgemmConfig(1))
+WINOGRAD = (WinogradConfig(16), WinogradConfig(8))
+IMPLICIT_GEMM = tuple(
+    ImplicitGemmConfig(*tile, vector=vector, min_blocks=min_blocks)
+    for *tile, min_blocks in (
+        (256, 128, 16, 8, 3, 1),
+        (128, 128, 8, 8, 3, 2),
+        (128, 64, 8, 8, 3, 3),
+        (64, 64, 4, 8, 3, 4),
+        (64, 32, 4, 4, 3, 4),
+    )
+    for vector in (4, 1)
+)

@@ -1,0 +1,289 @@
+"""The convolution kernels: what each supports, how it can be specialised, and how it is launched.
+
+A variant is a rung of the ladder in kernels_cu/README.md. `VARIANTS` maps its name, which is what a user passes as
+``kernel=``, to an object that answers `supports` without a GPU and launches with one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from .. import jit
+from . import configs
+from .device import Device
+from .params import conv2d_params
+from .problem import Conv2dProblem
+
+if TYPE_CHECKING:
+    import cupy
+
+NULL = np.uintp(0)
+"""A null pointer as a kernel argument."""
+
+Support = tuple[bool, str]
+"""Whether a problem is supported, and if not, why."""
+
+
+@dataclass
+class Filter:
+    """A KRSC filter on the GPU, with the forms that variants have derived from it."""
+
+    weight: "cupy.ndarray"
+    packed: dict[Any, "cupy.ndarray"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The arrays of one convolution, all on one device, C-contiguous, 16-byte aligned: x NHWC, y and residual NPQK."""
+
+    x: "cupy.ndarray"
+    filter: Filter
+    bias: "cupy.ndarray | None"
+    residual: "cupy.ndarray | None"
+    y: "cupy.ndarray"
+    relu: bool
+
+    def tail(self) -> tuple[Any, Any, Any]:
+        """(bias, residual, y) as kernel arguments."""
+        return (NULL if self.bias is None else self.bias, NULL if self.residual is None else self.residual, self.y)
+
+
+class Variant(Protocol):
+    """A convolution kernel."""
+
+    name: str
+    sources: tuple[str, ...]
+    """The .cu files it launches, without suffix."""
+
+    def supports(self, problem: Conv2dProblem, device: Device) -> Support:
+        """Whether this variant solves `problem` on `device`, and if not, the reason."""
+
+    def configurations(self) -> Sequence[configs.Config]:
+        """Every configuration it can be compiled in."""
+
+    def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.Config]:
+        """The configurations that solve `problem` on `device`, the safest first."""
+
+    def launch(self, problem: Conv2dProblem, operands: Operands, config: Any) -> None:
+        """Enqueues the kernel on the current stream of the current device; N·P·Q must not be 0."""
+
+
+def _any_problem(problem: Conv2dProblem, device: Device) -> Support:
+    if problem.dtype != "float32":
+        return False, f"computes float32, not {problem.dtype}"
+    if device.compute_capability < (7, 0):
+        return False, f"needs compute capability 7.0, {device.name} has {device.arch.removeprefix('sm_')}"
+    exceeded = problem.limit_exceeded()
+    return exceeded is None, exceeded or ""
+
+
+def _blocks(total: int, per_block: int) -> int:
+    return -(-total // per_block)
+
+
+STATIC_LIMIT = 48 << 10
+"""Bytes of dynamic shared memory a kernel gets without asking."""
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...], shared: int) -> None:
+    """Launches with `shared` bytes of dynamic shared memory, asking for the opt-in limit where needed."""
+    if shared > STATIC_LIMIT:
+        kernel.max_dynamic_shared_size_bytes = shared
+    kernel(grid, block, arguments, shared_mem=shared)
+
+
+class Direct:
+    """conv2d_direct: one thread per output."""
+
+    name = "conv2d_direct"
+    sources = ("conv2d_direct",)
+
+    def supports(self, problem: Conv2dProblem, device: Device) -> Support:
+        return _any_problem(problem, device)
+
+    def configurations(self) -> Sequence[configs.NoConfig]:
+        return (configs.NoConfig(),)
+
+    def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.NoConfig]:
+        return self.configurations()
+
+    def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.NoConfig) -> None:
+        kernel = jit.get_function("conv2d_direct")
+        arguments = (operands.x, operands.filter.weight, *operands.tail(), conv2d_params(problem, operands.relu))
+        kernel((_blocks(problem.gemm_m * problem.K, 256),), (256,), arguments)
+
+
+class Shared:
+    """conv2d_shared: input and filter tiles in shared memory."""
+
+    name = "conv2d_shared"
+    sources = ("conv2d_shared",)
+    TILE = 32
+
+    def supports(self, problem: Conv2dProblem, device: Device) -> Support:
+        return _any_problem(problem, device)
+
+    def configurations(self) -> Sequence[configs.NoConfig]:
+        return (configs.NoConfig(),)
+
+    def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.NoConfig]:
+        return self.configurations()
+
+    def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.NoConfig) -> None:
+        kernel = jit.get_function("conv2d_shared")
+        grid = (_blocks(problem.gemm_m, self.TILE) * _blocks(problem.gemm_n, self.TILE), problem.groups)
+        arguments = (operands.x, operands.filter.weight, *operands.tail(), conv2d_params(problem, operands.relu))
+        kernel(grid, (self.TILE, self.TILE), arguments)
+
+
+class Im2colSgemm:
+    """im2col, then sgemm. The columns are materialised a slice of rows at a time, to bound the workspace."""
+
+    name = "im2col_sgemm"
+    sources = ("im2col", "sgemm")
+    TILE_M = TILE_N = 128
+    WORKSPACE = 1 << 30
+    """Bytes of columns at most, unless a single tile of rows needs more."""
+
+    def supports(self, problem: Conv2dProblem, device: Device) -> Support:
+        return _any_problem(problem, device)
+
+    def configurations(self) -> Sequence[configs.SgemmConfig]:
+        return configs.SGEMM
+
+    def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.SgemmConfig]:
+        # For a pointwise problem rows of x are the columns, so that the channels per group decide the alignment.
+        aligned = problem.gemm_k % 4 == 0 and (not problem.is_pointwise or problem.C % 4 == 0)
+        return configs.SGEMM[:1] if aligned else configs.SGEMM[1:]
+
+    def rows_per_slice(self, problem: Conv2dProblem) -> int:
+        """Rows of the im2col matrix that are materialised at once."""
+        row_bytes = problem.groups * problem.gemm_k * 4
+        return min(problem.gemm_m, max(self.TILE_M, self.WORKSPACE // row_bytes // self.TILE_M * self.TILE_M))
+
+    def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.SgemmConfig) -> None:
+        import cupy
+
+        sgemm = jit.get_function("sgemm", defines=config.defines())
+        y = operands.y.reshape(problem.gemm_m, problem.K)
+        residual = None if operands.residual is None else operands.residual.reshape(y.shape)
+        bias = NULL if operands.bias is None else operands.bias
+
+        def multiply(columns: Any, lda: int, stride: int, row0: int, rows: int) -> None:
+            grid = (_blocks(rows, self.TILE_M) * _blocks(problem.gemm_n, self.TILE_N), problem.groups)
+            arguments = (
+                columns,
+                operands.filter.weight,
+                bias,
+                NULL if residual is None else residual[row0 : row0 + rows],
+                y[row0 : row0 + rows],
+                np.int64(lda),
+                np.int64(stride),
+                np.int32(problem.K),
+                np.int32(rows),
+                np.int32(problem.gemm_n),
+                np.int32(problem.gemm_k),
+                np.int32(operands.relu),
+            )
+            sgemm(grid, (256,), arguments)
+
+        if problem.is_pointwise:
+            multiply(operands.x, problem.C, problem.group_channels, 0, problem.gemm_m)
+            return
+        im2col = jit.get_function("im2col")
+        params = conv2d_params(problem, operands.relu)
+        step = self.rows_per_slice(problem)
+        columns = cupy.empty(problem.groups * step * problem.gemm_k, cupy.float32)
+        for row0 in range(0, problem.gemm_m, step):
+            rows = min(step, problem.gemm_m - row0)
+            grid = (min(_blocks(problem.groups * rows * problem.gemm_k, 256), 1 << 20),)
+            im2col(grid, (256,), (operands.x, columns, params, np.int32(row0), np.int32(rows)))
+            multiply(columns, problem.gemm_k, rows * problem.gemm_k, row0, rows)
+
+
+class ImplicitGemm:
+    """conv2d_implicit_gemm: register tiles, columns never stored."""
+
+    name = "conv2d_implicit_gemm"
+    sources = ("conv2d_implicit_gemm",)
+
+    def supports(self, problem: Conv2dProblem, device: Device) -> Support:
+        return _any_problem(problem, device)
+
+    def configurations(self) -> Sequence[configs.ImplicitGemmConfig]:
+        return configs.IMPLICIT_GEMM
+
+    def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.ImplicitGemmConfig]:
+        vector = 4 if problem.group_channels % 4 == 0 and problem.gemm_n % 4 == 0 else 1
+        return [
+            config
+            for config in configs.IMPLICIT_GEMM
+            if config.vector == vector and config.shared_memory <= device.shared_memory_per_block
+        ]
+
+    def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.ImplicitGemmConfig) -> None:
+        kernel = jit.get_function("conv2d_implicit_gemm", defines=config.defines())
+        grid = (_blocks(problem.gemm_m, config.tile_m) * _blocks(problem.gemm_n, config.tile_n), problem.groups)
+        arguments = (operands.x, operands.filter.weight, *operands.tail(), conv2d_params(problem, operands.relu))
+        _launch(kernel, grid, (config.threads,), arguments, config.shared_memory)
+
+
+class Winograd:
+    """conv2d_winograd: F(2×2, 3×3), fused."""
+
+    name = "conv2d_winograd"
+    sources = ("conv2d_winograd",)
+    THREADS = 512
+
+    def supports(self, problem: Conv2dProblem, device: Device) -> Support:
+        if (problem.R, problem.S) != (3, 3):
+            return False, f"transforms 3×3 filters, not {problem.R}×{problem.S}"
+        if (problem.stride_h, problem.stride_w) != (1, 1):
+            return False, f"needs stride 1, not {problem.stride_h}×{problem.stride_w}"
+        if (problem.dilation_h, problem.dilation_w) != (1, 1):
+            return False, f"needs dilation 1, not {problem.dilation_h}×{problem.dilation_w}"
+        if problem.groups != 1:
+            return False, f"needs groups 1, not {problem.groups}"
+        if device.compute_capability < (8, 0):
+            return False, f"needs compute capability 8.0, {device.name} has {device.arch.removeprefix('sm_')}"
+        if not self.candidates(problem, device):
+            needed = min(config.shared_memory for config in configs.WINOGRAD)
+            return False, f"needs {needed} bytes of shared memory per block, {device.name} has {device.shared_memory_per_block}"
+        return _any_problem(problem, device)
+
+    def configurations(self) -> Sequence[configs.WinogradConfig]:
+        return configs.WINOGRAD
+
+    def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.WinogradConfig]:
+        return [c for c in configs.WINOGRAD if c.shared_memory <= device.shared_memory_per_block]
+
+    def transformed(self, problem: Conv2dProblem, filter: Filter, config: configs.WinogradConfig) -> "cupy.ndarray":
+        """The filter as G g Gᵀ, computed once per filter."""
+        import cupy
+
+        key = (self.name, config)
+        if key not in filter.packed:
+            k_padded = _blocks(problem.K, config.TILE_K) * config.TILE_K
+            c_padded = _blocks(problem.C, config.chunk) * config.chunk
+            out = cupy.empty(16 * k_padded * c_padded, cupy.float32)
+            kernel = jit.get_function("conv2d_winograd", "winograd_filter_transform", defines=config.defines())
+            arguments = (filter.weight, out, np.int32(problem.K), np.int32(problem.C))
+            kernel((_blocks(k_padded * c_padded, 256),), (256,), arguments)
+            filter.packed[key] = out
+        return filter.packed[key]
+
+    def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.WinogradConfig) -> None:
+        transformed = self.transformed(problem, operands.filter, config)
+        kernel = jit.get_function("conv2d_winograd", defines=config.defines())
+        tiles = problem.N * _blocks(problem.P, 2) * _blocks(problem.Q, 2)
+        grid = (_blocks(tiles, config.TILES) * _blocks(problem.K, config.TILE_K),)
+        arguments = (operands.x, transformed, *operands.tail(), conv2d_params(problem, operands.relu))
+        _launch(kernel, grid, (self.THREADS,), arguments, config.shared_memory)
+
+
+VARIANTS: dict[str, Variant] = {
+    variant.name: variant for variant in (Direct(), Shared(), Im2colSgemm(), ImplicitGemm(), Winograd())
+}
+"""The ladder, from the bottom."""

@@ -1,0 +1,13 @@
+"""Every form in which a kernel file is compiled: what ``cupy-resnet kernels --compile`` and the tests go through."""
+
+from .conv2d import VARIANTS
+from .engines.cuda_engine import SPECIALISATIONS
+
+
+def configurations(source: str) -> list[dict[str, int | str]]:
+    """Returns every set of ``#define``s for the kernel file `source`; ``[{}]`` for one with a single form."""
+    forms: list[dict[str, int | str]] = [dict(defines) for defines in SPECIALISATIONS.get(source, ())]
+    for variant in VARIANTS.values():
+        if source == variant.sources[-1]:  # earlier files are helpers without a configuration, such as im2col
+            forms += [dict(config.defines()) for config in variant.configurations()]
+    return forms or [{}]

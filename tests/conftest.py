@@ -1,0 +1,22 @@
+"""Fixtures shared by every test."""
+
+from pathlib import Path
+
+import pytest
+
+from cupy_resnet import environment
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The optional folder of photographs, real weights and stored logits; tests that need it skip without it."""
+    folder = environment.test_data()
+    if not folder.is_dir():
+        pytest.skip(f"no test data: {folder} is not there (set {environment.TEST_DATA.name} to its place)")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_engine_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests say which engine they want; the caller's environment must not."""
+    monkeypatch.delenv(environment.ENGINE.name, raising=False)
