@@ -117,8 +117,8 @@ def _check_floating(floating: bool, dtype: Any) -> None:
 
 
 def _check_device(index: int, ops: Any) -> None:
-    if index != ops.device_id:
+    if index != ops.device:
         raise ValueError(
-            f"x is on GPU {index}, but the model's weights are on GPU {ops.device_id}; "
+            f"x is on GPU {index}, but the model's weights are on GPU {ops.device}; "
             f"move x, or load the model with device={index}"
         )

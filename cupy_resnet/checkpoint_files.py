@@ -4,6 +4,7 @@ safetensors and npz cannot run code; ``.pth`` and ``.pt`` are pickles and are re
 """
 
 import json
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,12 +81,16 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError("it holds one array, not an archive of named arrays")
-            return {key: archive[key] for key in archive.files}
+        archive = np.load(path, allow_pickle=False)
+        if isinstance(archive, np.ndarray):
+            raise ValueError("it holds one array, not an archive of named arrays")
+        with archive:
+            content = {key: archive[key] for key in archive.files}
     except Exception as error:
         raise _unreadable(path, "an npz file of plain arrays", error) from error
+    if not all(isinstance(value, np.ndarray) for value in content.values()):
+        raise _unreadable(path, "an npz file of plain arrays", ValueError("it holds files that are no arrays"))
+    return content
 
 
 def _read_torch(path: Path) -> Mapping[str, Any]:
@@ -99,25 +104,26 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        advice = ""
-        if "weights_only" in str(error) or "Unsupported" in str(error):
-            advice = (
-                " Files that hold Python objects can run code and are not read: "
-                "where you trust it, load it in torch and save model.state_dict()."
-            )
-        raise _unreadable(path, "a torch file of tensors", error, advice) from error
+        # torch's own text advises weights_only=False, which would let the file run code.
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        if refused:
+            raise CheckpointError(
+                f"{path} holds a Python object ({refused[1]}), and such files can run code; where you trust it, "
+                "load it in torch and save model.state_dict()"
+            ) from error
+        reason = ValueError("it cannot be unpickled") if "weights_only" in str(error) else error
+        raise _unreadable(path, "a torch file of tensors", reason) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a state dict; save model.state_dict()")
     return content
 
 
-def _unreadable(path: Path, wanted: str, error: Exception, advice: str = "") -> CheckpointError:
+def _unreadable(path: Path, wanted: str, error: Exception) -> CheckpointError:
     detail = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     looks_like = _sniff(path)
-    found = f" It looks like {looks_like}." if looks_like and not advice else ""
-    return CheckpointError(
-        f"{path} ({path.stat().st_size} bytes) cannot be read as {wanted}: {detail[:200]}.{found}{advice}"
-    )
+    found = f"; it looks like {looks_like}" if looks_like else ""
+    size = path.stat().st_size
+    return CheckpointError(f"{path} ({size} bytes) cannot be read as {wanted}: {detail.rstrip('.')[:200]}{found}")
 
 
 def _sniff(path: Path) -> str | None:

@@ -65,7 +65,7 @@ def explain(
         int | None, typer.Option(min=1, metavar="PIXELS", help="Height and width; by default the network's own.")
     ] = None,
     kernel: Annotated[str, typer.Option(metavar="NAME", help="Convolution kernel wherever it applies.")] = "auto",
-    engine: Annotated[str, typer.Option(metavar="ENGINE", help="cuda or numpy.")] = "cuda",
+    engine: Annotated[str, typer.Option(metavar="cuda|numpy", help="The engine to explain.")] = "cuda",
     as_json: JsonOption = False,
 ) -> None:
     """Tell which kernel computes each operation of a network, and why. Needs no GPU and no weights."""
@@ -130,7 +130,7 @@ def _checked_arch(text: str) -> str:
 
 
 def _compile(chosen: Sequence[jit.KernelSource], archs: Sequence[str], jobs: int) -> list[jit.Report]:
-    from .conv2d import configurations
+    from .kernels import configurations
 
     console = Console(stderr=True)
     reports = []

@@ -8,6 +8,6 @@ def configurations(source: str) -> list[dict[str, int | str]]:
     """Returns every set of ``#define``s for the kernel file `source`; ``[{}]`` for one with a single form."""
     forms: list[dict[str, int | str]] = [dict(defines) for defines in SPECIALISATIONS.get(source, ())]
     for variant in VARIANTS.values():
-        if source == variant.sources[-1]:  # earlier files are helpers without a configuration, such as im2col
+        if source in variant.sources:  # all files of a variant are compiled with the same defines
             forms += [dict(config.defines()) for config in variant.configurations()]
     return forms or [{}]

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -177,11 +177,16 @@ class Model:
                 they are then chosen as for an H100.
         """
         network, ops = self._alive()
+        device = None
+        if ops.name == "cuda":
+            from .engines.cuda_engine import CudaEngine, describe_device
+
+            device = describe_device(cast(CudaEngine, ops).device)
         return explain(
             network,
             shape or (1, self.in_channels, self.default_size, self.default_size),
             engine=engine or self.engine,
-            device=getattr(ops, "device", None),
+            device=device,
             kernel=self.kernel,
             strict=self.strict,
             fuse=self.fuse,

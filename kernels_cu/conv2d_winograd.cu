@@ -11,9 +11,9 @@
 //            8 tiles × 8 filters per thread. Shared 2·16·CHUNK·(32 + 64)·4 bytes.
 // Requires   R = S = 3, stride 1, dilation 1, groups 1.
 // Numbers    exact on small integers. Otherwise the error is a few times that of a direct sum, because transformed
-//            values are sums and differences of up to 4 inputs. A NaN or Inf spreads to its whole 4×4 input tile's
-//            outputs (up to 2 pixels beyond its true 3×3 reach), and Inf − Inf makes NaN of an Inf: for that reason
-//            this kernel runs only when asked for by name.
+//            values are sums and differences of up to 4 inputs. A NaN or Inf reaches all outputs of the tiles that read
+//            it, a 4×4 block instead of its true 3×3, and Inf − Inf makes NaN of an Inf: for that reason a convolution
+//            on its own runs here only when asked to by name.
 // This rung  against conv2d_implicit_gemm: 2.25× fewer multiply-adds for ~30 additions per tile and channel. Fusing
 //            keeps the transformed tensors (4× the input) out of memory; warps that own one ξ need no exchange until
 //            the output transform.

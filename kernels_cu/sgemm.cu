@@ -17,7 +17,7 @@
 #define VECTOR 4
 #endif
 
-constexpr int TILE_M = 128, TILE_N = 128, TILE_K = 8;
+constexpr int TILE_M = 128, TILE_N = 128, TILE_K = 16;
 constexpr int THREAD_M = 8, THREAD_N = 8;
 constexpr int THREADS = 256;
 constexpr int PAD = 4;  // keeps the transposing stores of a warp in different banks and rows 16-byte aligned
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_tile(float (&tile)[TILE_K][128 + PAD], cons
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 sgemm(const float* __restrict__ a, const float* __restrict__ b, const float* __restrict__ bias,
       const float* __restrict__ residual, float* __restrict__ y, long long lda, long long stride_a, int ldy, int gemm_m,
       int gemm_n, int gemm_k, int with_relu) {
@@ -68,7 +68,7 @@ sgemm(const float* __restrict__ a, const float* __restrict__ b, const float* __r
         load_tile(a_tile, a, lda, m0, gemm_m, k0, gemm_k);
         load_tile(b_tile, b, gemm_k, n0, gemm_n, k0, gemm_k);
         __syncthreads();
-#pragma unroll
+#pragma unroll 1  // unrolled, the fragments of several steps would not fit in 128 registers, and one block fewer would run
         for (int k = 0; k < TILE_K; ++k) {
             float a_fragment[THREAD_M], b_fragment[THREAD_N];
 #pragma unroll

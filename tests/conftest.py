@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import gpu_record
 import pytest
 
 from cupy_resnet import environment
@@ -20,3 +21,7 @@ def data_folder() -> Path:
 def no_engine_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests say which engine they want; the caller's environment must not."""
     monkeypatch.delenv(environment.ENGINE.name, raising=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(gpu_record.Recorder(config))

@@ -11,7 +11,7 @@ import torch
 import torchvision
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 from cupy_resnet.conv2d.problem import Conv2dProblem
 
@@ -78,7 +78,8 @@ def torch_conv2d(arrays: Mapping[str, np.ndarray | None], arguments: Mapping[str
     tensors = {name: None if array is None else torch.from_numpy(array).double() for name, array in arrays.items()}
     options = {name: value for name, value in arguments.items() if name != "relu"}
     x, weight, bias, residual = (tensors[name] for name in ("x", "weight", "bias", "residual"))
-    assert x is not None and weight is not None
+    assert x is not None
+    assert weight is not None
     y = F.conv2d(x.permute(0, 3, 1, 2), weight.permute(0, 3, 1, 2), bias, **options).permute(0, 2, 3, 1)
     if residual is not None:
         y = y + residual

@@ -79,7 +79,7 @@ def test_square_brackets_in_a_kernels_head_are_not_markup(run, tmp_path):
 
 def test_compiles_every_configuration_for_every_architecture(run):
     status, out, err = run("kernels", "--compile", "--arch", "sm_80,sm_90", "--json")
-    assert status == 0, err
+    assert status == 0, out + err
     reports = json.loads(out)
     outcomes = [(r["kernel"], r["arch"], r["defines"], r["status"]) for r in reports]
     assert outcomes == [

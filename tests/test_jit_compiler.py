@@ -1,6 +1,9 @@
 """jit's compilation with the NVRTC that is really here: results, statistics, and what errors say."""
 
+import multiprocessing
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 from jit_support import HOPPER, KERNELS, use_kernels, write_kernels
@@ -204,3 +207,41 @@ def test_without_nvrtc_the_package_that_has_it_is_named(monkeypatch):
     toolchain.nvrtc_version.cache_clear()
     with pytest.raises(CompileError, match=r"no NVRTC.*libnvrtc\.so\.12.*pip install .*nvidia-cuda-nvrtc"):
         jit.compile_kernel("scale", arch="sm_80")
+
+
+def compile_from_threads(kernels, results):
+    """In a fresh process: many threads whose compilations are the first ones."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("CUPY_RESNET_DISK_CACHE", "0")
+    use_kernels(patch, Path(kernels))
+    barrier = threading.Barrier(4)
+
+    def work(factor):
+        barrier.wait()
+        try:
+            results.put(jit.compile_kernel("scale", defines={"FACTOR": factor}, arch="sm_80").arch)
+        except Exception as error:
+            results.put(str(error))
+
+    threads = [threading.Thread(target=work, args=(factor,)) for factor in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_the_first_compilations_may_come_from_several_threads(root, attempt):
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    process = context.Process(target=compile_from_threads, args=(str(root), results))
+    process.start()
+    process.join(60)
+    assert [results.get() for _ in range(4)] == ["sm_80"] * 4
+
+
+def test_nvrtcs_own_cache_is_not_used(root, monkeypatch):
+    """Where there is a driver, a second compilation would be served from it, with an empty log."""
+    monkeypatch.setenv("CUPY_RESNET_DISK_CACHE", "0")
+    program = load_program(find_kernel("scale"))
+    assert [bool(parse_resources(compile_source(program, (), Arch(80))[1])) for _ in range(2)] == [True, True]

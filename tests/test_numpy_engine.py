@@ -9,7 +9,7 @@ import torchvision
 from helpers import ConvCase, assert_close, conv_cases, conv_shapes, integers, normal, torch_conv2d
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 from cupy_resnet.conv2d.problem import Conv2dProblem
 from cupy_resnet.engines import numpy_engine

@@ -11,4 +11,3 @@ __all__ = ["H100", "VARIANTS", "Choice", "Conv2dProblem", "Device", "choose", "v
 def variant_names() -> list[str]:
     """Names of the convolution kernels, the ladder from the bottom: what ``kernel=`` accepts besides ``"auto"``."""
     return list(VARIANTS)
-

@@ -111,9 +111,7 @@ class Conv2dProblem:
     @property
     def is_pointwise(self) -> bool:
         """Whether the input tensor itself is the im2col matrix: 1×1, stride 1, no padding."""
-        return (
-            (self.R, self.S, self.stride_h, self.stride_w) == (1, 1, 1, 1) and self.pad_h == self.pad_w == 0
-        )
+        return (self.R, self.S, self.stride_h, self.stride_w) == (1, 1, 1, 1) and self.pad_h == self.pad_w == 0
 
     def limit_exceeded(self) -> str | None:
         """Names the size that the kernels cannot index, or None.

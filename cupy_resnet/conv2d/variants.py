@@ -6,7 +6,7 @@ A variant is a rung of the ladder in kernels_cu/README.md. `VARIANTS` maps its n
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -50,33 +50,33 @@ class Operands:
         return (NULL if self.bias is None else self.bias, NULL if self.residual is None else self.residual, self.y)
 
 
-class Variant(Protocol):
-    """A convolution kernel."""
+class Variant:
+    """A convolution kernel; this base solves every problem, in a single form."""
 
     name: str
     sources: tuple[str, ...]
-    """The .cu files it launches, without suffix."""
+    """The .cu files it launches, without suffix; all are compiled with a configuration's defines."""
 
     def supports(self, problem: Conv2dProblem, device: Device) -> Support:
         """Whether this variant solves `problem` on `device`, and if not, the reason."""
+        if problem.dtype != "float32":
+            return False, f"computes float32, not {problem.dtype}"
+        if device.compute_capability < (7, 0):
+            return False, f"needs compute capability 7.0, {device.name} has {device.arch.removeprefix('sm_')}"
+        exceeded = problem.limit_exceeded()
+        return exceeded is None, exceeded or ""
 
     def configurations(self) -> Sequence[configs.Config]:
         """Every configuration it can be compiled in."""
+        return (configs.NoConfig(),)
 
     def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.Config]:
-        """The configurations that solve `problem` on `device`, the safest first."""
+        """The configurations that solve `problem` on `device`."""
+        return self.configurations()
 
     def launch(self, problem: Conv2dProblem, operands: Operands, config: Any) -> None:
-        """Enqueues the kernel on the current stream of the current device; N·P·Q must not be 0."""
-
-
-def _any_problem(problem: Conv2dProblem, device: Device) -> Support:
-    if problem.dtype != "float32":
-        return False, f"computes float32, not {problem.dtype}"
-    if device.compute_capability < (7, 0):
-        return False, f"needs compute capability 7.0, {device.name} has {device.arch.removeprefix('sm_')}"
-    exceeded = problem.limit_exceeded()
-    return exceeded is None, exceeded or ""
+        """Enqueues the kernel on the current stream of the current device; N·P·Q·K must not be 0."""
+        raise NotImplementedError
 
 
 def _blocks(total: int, per_block: int) -> int:
@@ -87,27 +87,20 @@ STATIC_LIMIT = 48 << 10
 """Bytes of dynamic shared memory a kernel gets without asking."""
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...], shared: int) -> None:
+def _launch(
+    kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...], shared: int
+) -> None:
     """Launches with `shared` bytes of dynamic shared memory, asking for the opt-in limit where needed."""
     if shared > STATIC_LIMIT:
         kernel.max_dynamic_shared_size_bytes = shared
     kernel(grid, block, arguments, shared_mem=shared)
 
 
-class Direct:
+class Direct(Variant):
     """conv2d_direct: one thread per output."""
 
     name = "conv2d_direct"
     sources = ("conv2d_direct",)
-
-    def supports(self, problem: Conv2dProblem, device: Device) -> Support:
-        return _any_problem(problem, device)
-
-    def configurations(self) -> Sequence[configs.NoConfig]:
-        return (configs.NoConfig(),)
-
-    def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.NoConfig]:
-        return self.configurations()
 
     def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.NoConfig) -> None:
         kernel = jit.get_function("conv2d_direct")
@@ -115,21 +108,12 @@ class Direct:
         kernel((_blocks(problem.gemm_m * problem.K, 256),), (256,), arguments)
 
 
-class Shared:
+class Shared(Variant):
     """conv2d_shared: input and filter tiles in shared memory."""
 
     name = "conv2d_shared"
     sources = ("conv2d_shared",)
     TILE = 32
-
-    def supports(self, problem: Conv2dProblem, device: Device) -> Support:
-        return _any_problem(problem, device)
-
-    def configurations(self) -> Sequence[configs.NoConfig]:
-        return (configs.NoConfig(),)
-
-    def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.NoConfig]:
-        return self.configurations()
 
     def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.NoConfig) -> None:
         kernel = jit.get_function("conv2d_shared")
@@ -138,7 +122,7 @@ class Shared:
         kernel(grid, (self.TILE, self.TILE), arguments)
 
 
-class Im2colSgemm:
+class Im2colSgemm(Variant):
     """im2col, then sgemm. The columns are materialised a slice of rows at a time, to bound the workspace."""
 
     name = "im2col_sgemm"
@@ -146,9 +130,6 @@ class Im2colSgemm:
     TILE_M = TILE_N = 128
     WORKSPACE = 1 << 30
     """Bytes of columns at most, unless a single tile of rows needs more."""
-
-    def supports(self, problem: Conv2dProblem, device: Device) -> Support:
-        return _any_problem(problem, device)
 
     def configurations(self) -> Sequence[configs.SgemmConfig]:
         return configs.SGEMM
@@ -192,25 +173,23 @@ class Im2colSgemm:
         if problem.is_pointwise:
             multiply(operands.x, problem.C, problem.group_channels, 0, problem.gemm_m)
             return
-        im2col = jit.get_function("im2col")
+        vector = 4 if problem.group_channels % 4 == 0 else 1
+        im2col = jit.get_function("im2col", defines={"VECTOR": vector})
         params = conv2d_params(problem, operands.relu)
         step = self.rows_per_slice(problem)
         columns = cupy.empty(problem.groups * step * problem.gemm_k, cupy.float32)
         for row0 in range(0, problem.gemm_m, step):
             rows = min(step, problem.gemm_m - row0)
-            grid = (min(_blocks(problem.groups * rows * problem.gemm_k, 256), 1 << 20),)
-            im2col(grid, (256,), (operands.x, columns, params, np.int32(row0), np.int32(rows)))
+            arguments = (operands.x, columns, params, np.int32(row0), np.int32(rows))
+            im2col((_blocks(rows, 8), problem.groups), (32, 8), arguments)
             multiply(columns, problem.gemm_k, rows * problem.gemm_k, row0, rows)
 
 
-class ImplicitGemm:
+class ImplicitGemm(Variant):
     """conv2d_implicit_gemm: register tiles, columns never stored."""
 
     name = "conv2d_implicit_gemm"
     sources = ("conv2d_implicit_gemm",)
-
-    def supports(self, problem: Conv2dProblem, device: Device) -> Support:
-        return _any_problem(problem, device)
 
     def configurations(self) -> Sequence[configs.ImplicitGemmConfig]:
         return configs.IMPLICIT_GEMM
@@ -230,7 +209,7 @@ class ImplicitGemm:
         _launch(kernel, grid, (config.threads,), arguments, config.shared_memory)
 
 
-class Winograd:
+class Winograd(Variant):
     """conv2d_winograd: F(2×2, 3×3), fused."""
 
     name = "conv2d_winograd"
@@ -250,8 +229,11 @@ class Winograd:
             return False, f"needs compute capability 8.0, {device.name} has {device.arch.removeprefix('sm_')}"
         if not self.candidates(problem, device):
             needed = min(config.shared_memory for config in configs.WINOGRAD)
-            return False, f"needs {needed} bytes of shared memory per block, {device.name} has {device.shared_memory_per_block}"
-        return _any_problem(problem, device)
+            return (
+                False,
+                f"needs {needed} bytes of shared memory per block, {device.name} has {device.shared_memory_per_block}",
+            )
+        return super().supports(problem, device)
 
     def configurations(self) -> Sequence[configs.WinogradConfig]:
         return configs.WINOGRAD

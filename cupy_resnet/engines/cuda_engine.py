@@ -23,12 +23,10 @@ SPECIALISATIONS: dict[str, tuple[dict[str, int | str], ...]] = {
 }
 """The forms in which the kernels launched here are compiled, where there is more than one."""
 
-POOL2D_DTYPE = np.dtype(
-    [
-        (name, np.int32)
-        for name in "N H W C P Q R S stride_h stride_w pad_h pad_w count_include_pad".split()
-    ]
-)
+POOL2D_FIELDS = (
+    "N", "H", "W", "C", "P", "Q", "R", "S", "stride_h", "stride_w", "pad_h", "pad_w", "count_include_pad",
+)  # fmt: skip
+POOL2D_DTYPE = np.dtype([(name, np.int32) for name in POOL2D_FIELDS])
 """Mirror of ``Pool2dParams`` in kernels_cu/include/pool2d.cuh."""
 
 THREADS = 256
@@ -62,6 +60,7 @@ class CudaEngine:
         device: number of the GPU that `asarray` and `filter` put arrays on; the current one by default.
         kernel: ``"auto"`` or the name of a convolution kernel, used wherever it applies.
         strict: raise `UnsupportedProblemError` where it does not apply, instead of falling back.
+        allow_winograd: whether ``"auto"`` may choose Winograd; see `conv2d.choose`.
 
     Raises:
         EngineUnavailableError: CuPy is not installed, or there is no GPU or driver.
@@ -70,7 +69,14 @@ class CudaEngine:
 
     name = "cuda"
 
-    def __init__(self, device: int | None = None, *, kernel: str = "auto", strict: bool = False) -> None:
+    def __init__(
+        self,
+        device: int | None = None,
+        *,
+        kernel: str = "auto",
+        strict: bool = False,
+        allow_winograd: bool = False,
+    ) -> None:
         if kernel != "auto" and kernel not in VARIANTS:
             raise ValueError(f"unknown kernel {kernel!r}; choose 'auto' or one of {', '.join(VARIANTS)}")
         try:
@@ -91,6 +97,7 @@ class CudaEngine:
         self.device = device
         self.kernel = kernel
         self.strict = strict
+        self.allow_winograd = allow_winograd
 
     def __repr__(self) -> str:
         return f"CudaEngine(device={self.device}, kernel={self.kernel!r}, strict={self.strict})"
@@ -221,7 +228,8 @@ class CudaEngine:
                 residual_shape=None if residual is None else residual.shape,
                 bias_shape=None if bias is None else bias.shape,
             )
-            choice = choose(problem, describe_device(x.device.id), self.kernel, self.strict)
+            device = describe_device(x.device.id)
+            choice = choose(problem, device, self.kernel, self.strict, allow_winograd=self.allow_winograd)
             y = self._cupy.empty(problem.output_shape, np.float32)
             if y.size:
                 operands = Operands(x, filter, bias, residual, y, relu)

@@ -5,12 +5,15 @@ CuPy decides which NVRTC is loaded, and that need not be its own major: beside t
 """
 
 import importlib
+import threading
 from functools import cache
 from typing import Any
 
 from ..errors import CompileError, EngineUnavailableError
 
 _INSTALL = "pip install 'cupy-resnet[cuda12]' for a CUDA 12 driver, or 'cupy-resnet[cuda13]' for CUDA 13"
+
+_loading_nvrtc = threading.Lock()
 
 NVRTC_PACKAGES = {12: "nvidia-cuda-nvrtc-cu12", 13: "'nvidia-cuda-nvrtc==13.*'"}
 """The wheel that holds NVRTC, by CUDA major, as pip is given it."""
@@ -38,7 +41,10 @@ def import_nvrtc() -> Any:
     """
     cupy = import_cupy()
     try:
-        cupy.cuda.nvrtc.getVersion()  # the library is loaded by its first call
+        # The first call loads the library, then, beside it, its built-ins. CuPy lets a second thread through in
+        # between, whose compilations fail with "failed to open libnvrtc-builtins".
+        with _loading_nvrtc:
+            cupy.cuda.nvrtc.getVersion()
     except (ImportError, OSError, RuntimeError) as error:
         major = cupy.cuda.driver.get_build_version() // 1000
         package = NVRTC_PACKAGES.get(major, NVRTC_PACKAGES[13])

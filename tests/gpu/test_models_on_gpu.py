@@ -1,0 +1,155 @@
+"""Whole networks on the CUDA engine: torch's answers on real photographs, and the NumPy engine's on everything."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import assert_close, cifar_images, normal, photographs
+
+import cupy_resnet
+from cupy_resnet import networks
+from cupy_resnet.conv2d import VARIANTS
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = ["auto", *VARIANTS]
+CIFAR = [
+    name for name in cupy_resnet.list_models() if name in ("resnet20", "resnet32", "resnet44", "resnet56", "resnet110")
+]
+IMAGENET = [name for name in cupy_resnet.list_models() if name not in CIFAR]
+
+
+def random_weights(name: str, seed: int = 0, **sizes: int) -> dict[str, np.ndarray]:
+    """A state dict of plausible random weights."""
+    return networks.random_state_dict(networks.describe(name, **sizes), seed)
+
+
+@lru_cache(maxsize=1)
+def all_photographs(data_folder: Path) -> np.ndarray:
+    return photographs(data_folder, range(200))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_torchs_answers_on_200_photographs(name: str, kernel: str, data_folder: Path) -> None:
+    expected = np.load(data_folder / "imagenet" / f"{name}_torch_logits.npy")
+    weights = data_folder / "imagenet" / f"{name}_state_dict.npz"
+    images = all_photographs(data_folder)
+    with cupy_resnet.load(name, weights=weights, engine="cuda", kernel=kernel) as model:
+        logits = np.concatenate([model(images[i : i + 50]) for i in range(0, 200, 50)])
+    assert np.abs(logits - expected).max() < 1e-3
+    assert (logits.argmax(1) == expected.argmax(1)).sum() == 200
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_cifar_resnet20_on_the_lossless_images(kernel: str, data_folder: Path) -> None:
+    images, labels = cifar_images(data_folder)
+    weights = data_folder / "cifar10" / "resnet20_state_dict.npz"
+    expected = cupy_resnet.load("resnet20", weights=weights, engine="numpy")(images)
+    logits = cupy_resnet.load("resnet20", weights=weights, engine="cuda", kernel=kernel)(images)
+    assert_close(logits, expected, rtol=1e-4, atol=1e-4)  # logits up to 20 after 20 layers
+    assert (logits.argmax(1) == expected.argmax(1)).all()
+    assert (logits.argmax(1) == labels).mean() > 0.88
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("name", [*CIFAR, *IMAGENET])
+def test_every_network_agrees_with_the_numpy_engine(name: str, fuse: bool) -> None:
+    state = random_weights(name, seed=1)
+    x = normal((2, 3, 32, 32) if name in CIFAR else (2, 3, 64, 64))
+    expected = cupy_resnet.load(name, weights=state, engine="numpy")(x)
+    logits = cupy_resnet.load(name, weights=state, engine="cuda", fuse=fuse)(x)
+    error = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
+    assert error < 1e-5, f"relative error {error}"
+
+
+def test_checkpoints_agree_between_engines() -> None:
+    state = random_weights("resnet18", seed=2)
+    x = normal((2, 3, 64, 64))
+    on_cpu = cupy_resnet.load("resnet18", weights=state, engine="numpy").checkpoints(x)
+    on_gpu = cupy_resnet.load("resnet18", weights=state, engine="cuda").checkpoints(x)
+    assert list(on_cpu) == list(on_gpu)
+    for name, expected in on_cpu.items():
+        error = np.linalg.norm(on_gpu[name] - expected) / np.linalg.norm(expected)
+        assert error < 1e-5, f"{name}: relative error {error}"
+
+
+@pytest.mark.parametrize("size", [(33, 47), (96, 64), (225, 223)])
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_odd_sizes_channels_and_classes(size: tuple[int, int], channels: int) -> None:
+    state = random_weights("resnet18", seed=3, num_classes=7, in_channels=channels)
+    x = normal((3, channels, *size))
+    expected = cupy_resnet.load("resnet18", weights=state, engine="numpy")(x)
+    logits = cupy_resnet.load("resnet18", weights=state, engine="cuda")(x)
+    assert logits.shape == (3, 7)
+    assert np.linalg.norm(logits - expected) / np.linalg.norm(expected) < 1e-5
+
+
+def test_an_empty_batch_gives_an_empty_answer() -> None:
+    model = cupy_resnet.load("resnet18", weights=random_weights("resnet18", seed=0), engine="cuda")
+    assert model(np.zeros((0, 3, 224, 224), np.float32)).shape == (0, 1000)
+
+
+def test_a_nan_in_the_image_reaches_the_logits() -> None:
+    x = normal((2, 3, 64, 64))
+    x[0, 1, 30, 30] = np.nan
+    for kernel in KERNELS:
+        model = cupy_resnet.load("resnet18", weights=random_weights("resnet18", seed=0), engine="cuda", kernel=kernel)
+        logits = model(x)
+        assert np.isnan(logits[0]).all(), kernel
+        assert np.isfinite(logits[1]).all(), kernel
+
+
+def test_torch_tensors_on_the_gpu_come_back_as_such() -> None:
+    import torch
+
+    model = cupy_resnet.load("resnet18", weights=random_weights("resnet18", seed=0), engine="cuda")
+    x = torch.randn(2, 3, 64, 64, device="cuda")
+    y = model(x)
+    assert isinstance(y, torch.Tensor)
+    assert y.device == x.device
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(model(x.contiguous(memory_format=torch.channels_last)), y, rtol=0, atol=0)
+    torch.testing.assert_close(model(x.cpu()), y.cpu(), rtol=0, atol=0)
+    torch.testing.assert_close(model(x.clone().requires_grad_()), y, rtol=0, atol=0)
+
+
+def test_work_is_ordered_with_torchs_current_stream() -> None:
+    """An input still being computed on torch's side stream is seen complete, and the result is ready there."""
+    import torch
+
+    model = cupy_resnet.load("resnet18", weights=random_weights("resnet18", seed=0), engine="cuda")
+    good = torch.randn(8, 3, 224, 224, device="cuda")
+    expected = model(good)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    big = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        with torch.cuda.stream(side):
+            x = torch.zeros_like(good)
+            for _ in range(5):
+                big = big @ big / 64
+            x.copy_(good)
+            y = model(x) + 0
+        side.synchronize()
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+def test_cupy_arrays_come_back_as_such() -> None:
+    import cupy
+
+    model = cupy_resnet.load("resnet18", weights=random_weights("resnet18", seed=0), engine="cuda")
+    x = cupy.random.standard_normal((2, 3, 64, 64), dtype=cupy.float32)
+    logits, features = model.logits_and_features(x)
+    assert isinstance(logits, cupy.ndarray)
+    assert features.shape == (2, 512)
+    assert cupy.array_equal(model(x), logits)
+
+
+def test_explain_names_what_runs() -> None:
+    state = random_weights("resnet18", seed=0)
+    model = cupy_resnet.load("resnet18", weights=state, engine="cuda", kernel="conv2d_winograd")
+    text = str(model.explain((8, 3, 224, 224)))
+    assert "conv2d_winograd" in text
+    assert "stride" in text  # why the strided layers fell back

@@ -1,0 +1,104 @@
+"""The GPU record: what a full ``pytest -m gpu`` run on a GPU found, kept where machines without one can check it.
+
+``tests/gpu_record.json`` holds the device and versions, the sha256 of the kernel sources and of the Python that
+compiles and launches them, and the outcome of every test id. `tests/conftest.py` installs `Recorder`, which writes the
+file after a full run; `tests/test_gpu_record.py` fails when it does not match the repository.
+"""
+
+import datetime
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "tests" / "gpu_record.json"
+
+KERNELS = ("kernels_cu/*.cu", "kernels_cu/include/*.cuh")
+LAUNCHERS = ("cupy_resnet/jit/*.py", "cupy_resnet/conv2d/*.py", "cupy_resnet/engines/*.py")
+
+
+def digest(patterns: tuple[str, ...]) -> str:
+    """sha256 over the names and bytes of the repository's files that match, in sorted order."""
+    result = hashlib.sha256()
+    for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
+        result.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
+        result.update(hashlib.sha256(path.read_bytes()).digest())
+    return result.hexdigest()
+
+
+def hashes() -> dict[str, str]:
+    """The hashes a record must carry to speak of this tree."""
+    return {"kernels": digest(KERNELS), "launchers": digest(LAUNCHERS)}
+
+
+def environment() -> dict[str, str]:
+    """Device and versions of this machine."""
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(0)
+    driver = cupy.cuda.runtime.driverGetVersion()
+    nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    return {
+        "device": properties["name"].decode(),
+        "driver_cuda": f"{driver // 1000}.{driver % 1000 // 10}",
+        "cupy": cupy.__version__,
+        "nvrtc": nvrtc,
+        "python": platform.python_version(),
+    }
+
+
+def write(path: Path, outcomes: dict[str, str]) -> None:
+    """Writes the record atomically."""
+    record: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        **environment(),
+        "sha256": hashes(),
+        "outcomes": dict(sorted(outcomes.items())),
+    }
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+        json.dump(record, file, indent=0, ensure_ascii=False)
+    Path(file.name).replace(path)
+
+
+class Recorder:
+    """Collects the outcome of every GPU test and writes the record after a full run of them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.outcomes: dict[str, str] = {}
+        arguments = {str(Path(a).resolve()) for a in config.invocation_params.args if not a.startswith("-")}
+        partial = config.option.keyword or config.option.lf or any(ROOT.as_posix() + "/tests/" in a for a in arguments)
+        self.full = config.option.markexpr == "gpu" and not partial and not config.option.collectonly
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        # setup, call and teardown each report; the worst counts, so that a failed teardown is not a pass
+        rank = ("passed", "skipped", "failed")
+        self.outcomes[report.nodeid] = max(self.outcomes.get(report.nodeid, "passed"), report.outcome, key=rank.index)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.full and self.outcomes and not session.shouldstop:
+            write(RECORD, self.outcomes)
+
+
+def read() -> dict[str, Any]:
+    """The committed record."""
+    return json.loads(RECORD.read_text())
+
+
+def collected() -> list[str]:
+    """Ids of every GPU test in this tree, collected in a process of its own."""
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    output = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "PYTEST_ADDOPTS": ""}
+    )
+    ids = [line for line in output.stdout.splitlines() if "::" in line]
+    assert ids, f"no GPU test was collected:\n{output.stdout}\n{output.stderr}"
+    return ids
