@@ -140,7 +140,7 @@ def _cuda_step(record: OpRecord, device: Device, kernel: str, strict: bool) -> S
         return _step(record, kernel=record.op)
     from .conv2d import choose
 
-    choice = choose(record.problem, device, kernel=kernel, strict=strict)
+    choice = choose(record.problem, device, kernel=kernel, strict=strict, allow_winograd=True)
     return _step(
         record, kernel=choice.variant, config=str(choice.config), reason=choice.reason, fallback=choice.fallback
     )

@@ -72,8 +72,13 @@ class Recorder:
     def __init__(self, config: pytest.Config) -> None:
         self.outcomes: dict[str, str] = {}
         arguments = {str(Path(a).resolve()) for a in config.invocation_params.args if not a.startswith("-")}
-        partial = config.option.keyword or config.option.lf or any(ROOT.as_posix() + "/tests/" in a for a in arguments)
-        self.full = config.option.markexpr == "gpu" and not partial and not config.option.collectonly
+        partial = (
+            config.getoption("keyword")
+            or config.getoption("lf", False)
+            or config.getoption("collectonly")
+            or any(a.startswith(f"{ROOT}/tests/") for a in arguments)
+        )
+        self.full = config.getoption("markexpr") == "gpu" and not partial
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         # setup, call and teardown each report; the worst counts, so that a failed teardown is not a pass

@@ -9,7 +9,7 @@ import pytest
 from jit_support import use_kernels, write_kernels
 
 import cupy_resnet
-from cupy_resnet import cli, conv2d
+from cupy_resnet import cli, kernels
 
 WHOLE_LIST = """\
 kernel solves from
@@ -25,7 +25,7 @@ def run(tmp_path, monkeypatch, capsys):
     use_kernels(monkeypatch, write_kernels(tmp_path / "kernels_cu"))
     monkeypatch.setenv("CUPY_RESNET_CACHE_DIR", str(tmp_path / "cache"))
     factors = {"scale": [{"FACTOR": 2}, {"FACTOR": 3}]}
-    monkeypatch.setattr(conv2d, "configurations", lambda name: factors.get(name, [{}]), raising=False)
+    monkeypatch.setattr(kernels, "configurations", lambda name: factors.get(name, [{}]))
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["cupy-resnet", *arguments])

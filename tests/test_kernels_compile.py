@@ -1,0 +1,124 @@
+"""Every form of every kernel compiles without a GPU, spills nothing, and fits a multiprocessor as often as it promises.
+
+All forms are compiled for one architecture, each kernel's default form for every architecture that the NVRTC here and
+the kernel allow.
+"""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from cupy_resnet import environment, jit
+from cupy_resnet.conv2d import H100, VARIANTS
+from cupy_resnet.conv2d.configs import IMPLICIT_GEMM, WINOGRAD, Config
+from cupy_resnet.jit import toolchain
+from cupy_resnet.kernels import configurations
+
+pytest.importorskip("cupy")
+
+ARCH = H100.arch
+REGISTERS_PER_SM = 65536
+REGISTERS_PER_THREAD = 255
+SHARED_PER_SM = 228 << 10
+SHARED_RESERVED = 1 << 10  # by the system, for every resident block
+STATIC_SHARED = 48 << 10
+
+Form = tuple[str, tuple[tuple[str, Any], ...], str]
+"""Kernel, defines, architecture."""
+
+
+def form(kernel: str, defines: dict[str, Any], arch: str) -> Form:
+    return kernel, tuple(defines.items()), arch
+
+
+def describe(value: Form) -> str:
+    kernel, defines, arch = value
+    return "-".join([kernel, *(f"{name}={text}".replace(" ", "_") for name, text in defines), arch])
+
+
+def default_forms() -> list[Form]:
+    """Every kernel's first form, for every architecture that NVRTC and the kernel allow."""
+    archs = [jit.Arch(number) for number in toolchain.supported_archs()]
+    forms = []
+    for kernel in jit.list_kernels():
+        targets = {arch.specialised(jit.Arch.parse(kernel.min_arch)) for arch in archs} - {None}
+        assert targets, f"this NVRTC knows no architecture that {kernel.name} runs on"
+        forms += [form(kernel.name, configurations(kernel.name)[0], str(t)) for t in sorted(targets, key=str)]
+    return forms
+
+
+FORMS = [form(kernel.name, defines, ARCH) for kernel in jit.list_kernels() for defines in configurations(kernel.name)]
+DEFAULT_FORMS = default_forms()
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Form, Future[jit.Compiled]]]:
+    """Compiles everything on all cores, in the order of the tests, into a cache of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(environment.CACHE_DIR.name, str(tmp_path_factory.mktemp("cache")))
+        patch.delenv(environment.DISK_CACHE.name, raising=False)
+        pool = ThreadPoolExecutor(os.cpu_count())
+        yield {
+            (kernel, defines, arch): pool.submit(jit.compile_kernel, kernel, defines=dict(defines), arch=arch)
+            for kernel, defines, arch in dict.fromkeys([*FORMS, *DEFAULT_FORMS])
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+def assert_sound(result: jit.Compiled) -> None:
+    """The cubin is there, its public function too, and no function spills or takes what no GPU gives."""
+    assert result.cubin.startswith(b"\x7fELF")
+    assert result.name in result.resources
+    for function, used in result.resources.items():
+        assert not used.spills, f"{function} for {result.arch}: {used}"
+        assert 0 < used.registers <= REGISTERS_PER_THREAD, function
+        assert used.shared_memory <= STATIC_SHARED, function
+
+
+@pytest.mark.parametrize("key", FORMS, ids=describe)
+def test_every_form(compiled: dict[Form, Future[jit.Compiled]], key: Form) -> None:
+    assert_sound(compiled[key].result())
+
+
+@pytest.mark.parametrize("key", DEFAULT_FORMS, ids=describe)
+def test_default_form_on_every_architecture(compiled: dict[Form, Future[jit.Compiled]], key: Form) -> None:
+    result = compiled[key].result()
+    assert result.arch == key[2]
+    assert_sound(result)
+
+
+def resources(compiled: dict[Form, Future[jit.Compiled]], kernel: str, config: Config) -> jit.KernelResources:
+    return compiled[form(kernel, dict(config.defines()), ARCH)].result().resources[kernel]
+
+
+@pytest.mark.parametrize("config", IMPLICIT_GEMM, ids=str)
+def test_as_many_blocks_of_implicit_gemm_are_resident_as_the_cost_model_counts(compiled, config) -> None:
+    used = resources(compiled, "conv2d_implicit_gemm", config)
+    assert used.registers * config.threads * config.min_blocks <= REGISTERS_PER_SM
+    shared = used.shared_memory + config.shared_memory
+    assert shared <= H100.shared_memory_per_block
+    assert (shared + SHARED_RESERVED) * config.min_blocks <= SHARED_PER_SM
+
+
+@pytest.mark.parametrize("config", WINOGRAD, ids=str)
+def test_a_block_of_winograd_fits(compiled, config) -> None:
+    used = resources(compiled, "conv2d_winograd", config)
+    assert used.registers * VARIANTS["conv2d_winograd"].THREADS <= REGISTERS_PER_SM
+    assert used.shared_memory + config.shared_memory <= H100.shared_memory_per_block
+
+
+@pytest.mark.parametrize(("kernel", "threads"), [("conv2d_direct", 256), ("conv2d_shared", 1024), ("sgemm", 256)])
+def test_a_block_of_the_lower_rungs_fits(compiled, kernel: str, threads: int) -> None:
+    for defines in configurations(kernel):
+        used = compiled[form(kernel, defines, ARCH)].result().resources[kernel]
+        assert used.registers * threads <= REGISTERS_PER_SM
+
+
+def test_every_kernel_of_a_variant_is_there() -> None:
+    kernels = {kernel.name for kernel in jit.list_kernels()}
+    for variant in VARIANTS.values():
+        assert kernels.issuperset(variant.sources), variant.name
+        assert len(set(variant.configurations())) == len(variant.configurations()), variant.name
