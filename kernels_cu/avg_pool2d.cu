@@ -23,6 +23,7 @@ avg_pool2d(const float* __restrict__ x, float* __restrict__ y, const Pool2dParam
         const Window window(params, p, q);
         float sum = 0.0f;
         for (int h = window.h_begin; h < window.h_end; ++h) {
+#pragma unroll 1
             for (int w = window.w_begin; w < window.w_end; ++w) sum += image[(h * params.W + w) * params.C];
         }
         int count = (window.h_end - window.h_begin) * (window.w_end - window.w_begin);

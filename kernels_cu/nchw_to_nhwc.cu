@@ -25,11 +25,13 @@ nchw_to_nhwc(const INPUT* __restrict__ x, float* __restrict__ y, const float* __
         const long long n = block / pixel_tiles;
         const int pixel0 = static_cast<int>(block % pixel_tiles) * TILE;
         for (int c0 = blockIdx.y * TILE; c0 < C; c0 += gridDim.y * TILE) {
+#pragma unroll 1
             for (int i = threadIdx.y; i < TILE; i += ROWS) {
                 const int c = c0 + i, pixel = pixel0 + threadIdx.x;
                 if (c < C && pixel < pixels) tile[i][threadIdx.x] = normalized(x[(n * C + c) * pixels + pixel], mean, std, c);
             }
             __syncthreads();
+#pragma unroll 1
             for (int i = threadIdx.y; i < TILE; i += ROWS) {
                 const int c = c0 + threadIdx.x, pixel = pixel0 + i;
                 if (c < C && pixel < pixels) y[(n * pixels + pixel) * C + c] = tile[threadIdx.x][i];

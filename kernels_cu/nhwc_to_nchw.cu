@@ -16,11 +16,13 @@ nhwc_to_nchw(const float* __restrict__ x, float* __restrict__ y, int N, int C, i
         const long long n = block / pixel_tiles;
         const int pixel0 = static_cast<int>(block % pixel_tiles) * TILE;
         for (int c0 = blockIdx.y * TILE; c0 < C; c0 += gridDim.y * TILE) {
+#pragma unroll 1
             for (int i = threadIdx.y; i < TILE; i += ROWS) {
                 const int c = c0 + threadIdx.x, pixel = pixel0 + i;
                 if (c < C && pixel < pixels) tile[i][threadIdx.x] = x[(n * pixels + pixel) * C + c];
             }
             __syncthreads();
+#pragma unroll 1
             for (int i = threadIdx.y; i < TILE; i += ROWS) {
                 const int c = c0 + i, pixel = pixel0 + threadIdx.x;
                 if (c < C && pixel < pixels) y[(n * C + c) * pixels + pixel] = tile[threadIdx.x][i];

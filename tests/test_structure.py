@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cupy_resnet import environment
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "cupy_resnet"
 KERNELS = ROOT / "kernels_cu"
@@ -288,6 +290,21 @@ def test_no_room_is_too_large_to_live_in() -> None:
         if path.suffix in (".py", ".cu", ".cuh", ".md"):
             lines = len(path.read_text(encoding="utf-8").splitlines())
             assert lines <= MAX_LINES, f"{path.relative_to(ROOT)} has {lines} lines"
+
+
+def test_the_readme_keeps_its_promises() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", readme):
+        assert (ROOT / target).exists(), f"README.md links to {target}"
+    (tree,) = re.findall(r"```\n(kernels_cu/.*?)```", readme, re.DOTALL)
+    for indent, name in re.findall(r"^( *)(\S+[/.]\S*)", tree, re.MULTILINE):
+        assert ((PACKAGE if indent else ROOT) / name).exists(), f"README.md speaks of {name}"
+    for variable in environment.VARIABLES:
+        assert f"| `{variable.name}` |" in readme
+    (arguments,) = re.findall(r"^pip install (.+) && pytest$", readme, re.MULTILINE)
+    commands = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert f"pip install --quiet {arguments}\n" in commands
+    assert "\npytest " in commands
 
 
 PRIVATE = {

@@ -42,32 +42,21 @@ class ImplicitGemmConfig:
     Args:
         tile_m, tile_n: pixels and filters per block.
         thread_m, thread_n: pixels and filters per thread.
-        num_stages: slices of depth in flight.
         vector: elements per global load (4 or 1).
         min_blocks: blocks per multiprocessor that the register budget allows.
-        unroll: 16-byte chunks of a slice multiplied per loop iteration.
     """
 
     tile_m: int
     tile_n: int
     thread_m: int
     thread_n: int
-    num_stages: int
     vector: int
     min_blocks: int
-    unroll: int = 1
-
-    TILE_K = 16
 
     @property
     def threads(self) -> int:
         """Threads per block."""
         return self.tile_m * self.tile_n // (self.thread_m * self.thread_n)
-
-    @property
-    def shared_memory(self) -> int:
-        """Bytes of dynamic shared memory per block."""
-        return self.num_stages * (self.tile_m + self.tile_n) * self.TILE_K * 4
 
     def defines(self) -> dict[str, int]:
         return {
@@ -75,16 +64,13 @@ class ImplicitGemmConfig:
             "TILE_N": self.tile_n,
             "THREAD_M": self.thread_m,
             "THREAD_N": self.thread_n,
-            "NUM_STAGES": self.num_stages,
             "VECTOR": self.vector,
             "MIN_BLOCKS": self.min_blocks,
-            "UNROLL": self.unroll,
         }
 
     def __str__(self) -> str:
         return (
-            f"{self.tile_m}×{self.tile_n}×{self.TILE_K}, {self.thread_m}×{self.thread_n} per thread, "
-            f"{self.num_stages} stages, {4 * self.vector}-byte loads"
+            f"{self.tile_m}×{self.tile_n}×16, {self.thread_m}×{self.thread_n} per thread, {4 * self.vector}-byte loads"
         )
 
 
@@ -103,7 +89,7 @@ class WinogradConfig:
         return 2 * 16 * self.chunk * (self.TILES + self.TILE_K) * 4
 
     def defines(self) -> dict[str, int]:
-        return {"CHUNK": self.chunk}
+        return {"CHUNK": self.chunk, "UNROLL": 1}
 
     def __str__(self) -> str:
         return f"32 tiles × 64 filters, {self.chunk} channels per step"
@@ -112,13 +98,15 @@ class WinogradConfig:
 SGEMM = (SgemmConfig(4), SgemmConfig(1))
 WINOGRAD = (WinogradConfig(16), WinogradConfig(8))
 IMPLICIT_GEMM = (
-    ImplicitGemmConfig(256, 128, 16, 8, num_stages=3, vector=4, min_blocks=1),
-    ImplicitGemmConfig(128, 128, 8, 8, num_stages=3, vector=4, min_blocks=1, unroll=4),
-    ImplicitGemmConfig(128, 64, 8, 8, num_stages=3, vector=4, min_blocks=3),
-    ImplicitGemmConfig(64, 64, 8, 8, num_stages=3, vector=4, min_blocks=6),
-    ImplicitGemmConfig(64, 32, 4, 4, num_stages=3, vector=4, min_blocks=4),
-    ImplicitGemmConfig(128, 64, 8, 8, num_stages=3, vector=1, min_blocks=2),
-    ImplicitGemmConfig(64, 64, 4, 8, num_stages=3, vector=1, min_blocks=4),
-    ImplicitGemmConfig(64, 32, 4, 4, num_stages=3, vector=1, min_blocks=4),
+    ImplicitGemmConfig(128, 256, 8, 16, vector=4, min_blocks=1),
+    ImplicitGemmConfig(256, 128, 16, 8, vector=4, min_blocks=1),
+    ImplicitGemmConfig(128, 128, 8, 8, vector=4, min_blocks=1),
+    ImplicitGemmConfig(64, 128, 8, 8, vector=4, min_blocks=3),
+    ImplicitGemmConfig(128, 64, 8, 8, vector=4, min_blocks=3),
+    ImplicitGemmConfig(64, 64, 8, 8, vector=4, min_blocks=6),
+    ImplicitGemmConfig(64, 32, 4, 4, vector=4, min_blocks=4),
+    ImplicitGemmConfig(128, 64, 8, 8, vector=1, min_blocks=2),
+    ImplicitGemmConfig(64, 64, 4, 8, vector=1, min_blocks=4),
+    ImplicitGemmConfig(64, 32, 4, 4, vector=1, min_blocks=4),
 )
-"""The tiles that were fastest somewhere on ResNet's layers on an H100, out of 18 tried; large to small."""
+"""The tiles that were fastest somewhere on ResNet's layers on an H100, large to small."""

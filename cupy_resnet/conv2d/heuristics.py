@@ -90,8 +90,24 @@ def fastest(variant: str, problem: Conv2dProblem, device: Device) -> tuple[confi
     return best, costs[best]
 
 
-IMPLICIT_GEMM_EFFICIENCY = {(256, 128): 1.0, (128, 128): 0.985, (128, 64): 0.94, (64, 64): 0.93, (64, 32): 0.68}
-"""Rate of a full wave per tile shape, relative to the best; from 14²×256 → 256, N = 256 on an H100."""
+IMPLICIT_GEMM_EFFICIENCY = {
+    (128, 256, 4): 1.04,
+    (256, 128, 4): 1.0,
+    (128, 128, 4): 0.97,
+    (64, 128, 4): 0.96,
+    (128, 64, 4): 0.925,
+    (64, 64, 4): 0.925,
+    (64, 32, 4): 0.71,
+    (128, 64, 1): 0.56,
+    (64, 64, 1): 0.61,
+    (64, 32, 1): 0.46,
+}
+"""Rate of a full wave per (tile_m, tile_n, vector), relative to 41.9 TFLOP/s: 14²×256 → 256, 3×3, N = 256 on an H100 for
+16-byte loads, 224²×3 → 64, 7×7, stride 2 for 4-byte loads."""
+
+PROLOGUE_AND_EPILOGUE = 16, 28
+"""Fixed work of a block of conv2d_implicit_gemm, in steps of depth: where other blocks of the multiprocessor overlap it,
+and where it has the multiprocessor to itself; from 56²×64 → 256, 1×1, N = 64 on an H100."""
 
 WINOGRAD_EFFICIENCY = 0.70
 WINOGRAD_OVERHEAD = 16
@@ -102,22 +118,25 @@ WINOGRAD_OVERHEAD = 16
 def cost(problem: Conv2dProblem, device: Device, config: configs.Config) -> float:
     """Predicted time of a configuration: multiply-adds of the busiest multiprocessor over the rate it reaches.
 
-    The last wave of blocks counts whole, since its blocks take as long as any other's. The unit is arbitrary but the
-    same for conv2d_implicit_gemm and conv2d_winograd; kernels with nothing to choose cost 0.
+    Blocks are dealt out evenly, and the last round counts whole, since its blocks take as long as any other's. The
+    unit is arbitrary but the same for conv2d_implicit_gemm and conv2d_winograd; kernels with nothing to choose cost 0.
     """
     if isinstance(config, configs.WinogradConfig):
-        tiles = problem.N * -(-problem.P // 2) * -(-problem.Q // 2)
-        blocks = -(-tiles // config.TILES) * -(-problem.K // config.TILE_K)
-        channels = -(-problem.C // config.chunk) * config.chunk + WINOGRAD_OVERHEAD
+        tiles = problem.N * _ceil(problem.P, 2) * _ceil(problem.Q, 2)
+        blocks = _ceil(tiles, config.TILES) * _ceil(problem.K, config.TILE_K)
+        channels = _ceil(problem.C, config.chunk) * config.chunk + WINOGRAD_OVERHEAD
         work = 16 * config.TILES * config.TILE_K * channels
-        return -(-blocks // device.sm_count) * work / WINOGRAD_EFFICIENCY
+        return _ceil(blocks, device.sm_count) * work / WINOGRAD_EFFICIENCY
     if isinstance(config, configs.ImplicitGemmConfig):
-        full, rest = divmod(_tiles(problem, config), device.sm_count * config.min_blocks)
-        blocks = full * config.min_blocks + -(-rest // device.sm_count)
-        work = config.tile_m * config.tile_n * problem.gemm_k
-        return blocks * work / IMPLICIT_GEMM_EFFICIENCY[config.tile_m, config.tile_n]
+        work = config.tile_m * config.tile_n * (problem.gemm_k + PROLOGUE_AND_EPILOGUE[config.min_blocks == 1])
+        rate = IMPLICIT_GEMM_EFFICIENCY[config.tile_m, config.tile_n, config.vector]
+        return _ceil(_tiles(problem, config), device.sm_count) * work / rate
     return 0.0
 
 
 def _tiles(problem: Conv2dProblem, config: configs.ImplicitGemmConfig) -> int:
-    return -(-problem.gemm_m // config.tile_m) * -(-problem.gemm_n // config.tile_n) * problem.groups
+    return _ceil(problem.gemm_m, config.tile_m) * _ceil(problem.gemm_n, config.tile_n) * problem.groups
+
+
+def _ceil(size: int, step: int) -> int:
+    return -(-size // step)

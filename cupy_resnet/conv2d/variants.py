@@ -196,17 +196,13 @@ class ImplicitGemm(Variant):
 
     def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.ImplicitGemmConfig]:
         vector = 4 if problem.group_channels % 4 == 0 and problem.gemm_n % 4 == 0 else 1
-        return [
-            config
-            for config in configs.IMPLICIT_GEMM
-            if config.vector == vector and config.shared_memory <= device.shared_memory_per_block
-        ]
+        return [config for config in configs.IMPLICIT_GEMM if config.vector == vector]
 
     def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.ImplicitGemmConfig) -> None:
         kernel = jit.get_function("conv2d_implicit_gemm", defines=config.defines())
         grid = (_blocks(problem.gemm_m, config.tile_m) * _blocks(problem.gemm_n, config.tile_n), problem.groups)
         arguments = (operands.x, operands.filter.weight, *operands.tail(), conv2d_params(problem, operands.relu))
-        _launch(kernel, grid, (config.threads,), arguments, config.shared_memory)
+        kernel(grid, (config.threads,), arguments)
 
 
 class Winograd(Variant):

@@ -28,7 +28,7 @@ def reference() -> NumpyEngine:
 
 def check(cuda_engine: Any, op: str, *arrays: np.ndarray, **options: Any) -> None:
     """Runs one op on both engines and compares with torch's float32 tolerances."""
-    expected = getattr(reference(), op)(*arrays, **options)
+    expected = getattr(reference(), op)(*(a.astype(np.float64) for a in arrays), **options)
     actual = getattr(cuda_engine, op)(*(cuda_engine.asarray(a) for a in arrays), **options)
     assert actual.dtype == np.float32
     assert actual.shape == expected.shape

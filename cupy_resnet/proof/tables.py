@@ -1,0 +1,112 @@
+"""Tables of README.md and kernels_cu/README.md, generated from the stored measurements so that they cannot drift.
+
+A page marks the place of a table by ``<!-- table: NAME -->`` and ``<!-- end -->``; what stands between is rewritten.
+Only a source tree has the pages and the measurements.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .ladder import Layer, rungs
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "notebooks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "kernels_cu" / "README.md")
+
+
+def load(name: str) -> dict[str, Any]:
+    """Reads a stored measurement."""
+    report: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return report
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _origin(report: dict[str, Any], file: str) -> str:
+    versions = report["versions"]
+    return (
+        f"{report['device']}, CUDA driver {report['driver_cuda']}, CuPy {versions['cupy']}, NVRTC {versions['nvrtc']}, "
+        f"torch {versions['torch']}, {report['date']}; raw samples in `notebooks/results/{file}.json`."
+    )
+
+
+def ladder() -> str:
+    """The rungs, summed over the layers each supports."""
+    report = load("ladder_fp32")
+    rows = [
+        [
+            f"`{rung.name}`",
+            str(rung.layers),
+            f"{rung.milliseconds:.2f}",
+            f"{rung.tflops:.1f}",
+            f"{rung.percent_of_cudnn:.0f} %",
+        ]
+        for rung in rungs(report)
+    ]
+    header = ["rung", "layers", "ms", "TFLOP/s", "of cuDNN's speed"]
+    winograd = {Layer(**layer).text for layer in report["layers"] if "conv2d_winograd" in layer["samples_ms"]}
+    own = {rung.name: rung for rung in rungs(report, winograd)}
+    gain = own["conv2d_implicit_gemm"].milliseconds / own["conv2d_winograd"].milliseconds
+    note = (
+        f"On the {len(winograd)} layers that `conv2d_winograd` supports it is {gain:.2f} times as fast as "
+        f"`conv2d_implicit_gemm`."
+    )
+    batch = f"The distinct convolutions of {report['model']}, N = {report['batch']}, each once. "
+    return f"{_table(header, rows)}\n\n{batch}{note} {_origin(report, 'ladder_fp32')}"
+
+
+def layers() -> str:
+    """Every layer, TFLOP/s of each kernel and of cuDNN."""
+    report = load("ladder_fp32")
+    names = [rung.name for rung in rungs(report)]
+    rows = []
+    for layer in (Layer(**layer) for layer in report["layers"]):
+        rates = [layer.flops / layer.median_ms(name) / 1e9 if name in layer.samples_ms else None for name in names]
+        cudnn = layer.flops / layer.median_ms("cudnn") / 1e9
+        cells = ["–" if rate is None else f"{rate:.1f}" for rate in [*rates, cudnn]]
+        rows.append([layer.text.split("×", 1)[1], *cells])
+    short = [name.removeprefix("conv2d_") for name in names]
+    return _table([f"layer (N = {report['batch']}), TFLOP/s", *short, "cuDNN"], rows)
+
+
+def network() -> str:
+    """ResNet-18 in float32 against everything PyTorch offers."""
+    report = load("network_fp32")
+    rows = []
+    for row in report["rows"]:
+        times = row["times"]
+        ours = times["ours"]["stream_ms"]
+        rival = min((name for name in times if name != "ours"), key=lambda name: times[name]["stream_ms"])
+        best = times[rival]["stream_ms"]
+        rows.append([f"{row['model']}, N = {row['N']}", f"{ours:.2f}", f"{best:.2f} ({rival})", f"{best / ours:.2f}×"])
+    header = ["float32, TF32 off", "ours, ms", "fastest PyTorch, ms", "ratio"]
+    return f"{_table(header, rows)}\n\nBack-to-back calls. {_origin(report, 'network_fp32')}"
+
+
+TABLES: dict[str, Callable[[], str]] = {"ladder": ladder, "layers": layers, "network": network}
+
+
+def render(text: str) -> str:
+    """Returns a page with every marked table rewritten.
+
+    Raises:
+        KeyError: a mark names a table that does not exist.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"<!-- table: {name} -->\n{TABLES[name]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->.*?<!-- end -->", replace, text, flags=re.S)
+
+
+def render_all() -> None:
+    """Rewrites the tables of every page."""
+    for page in PAGES:
+        page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
