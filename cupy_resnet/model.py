@@ -206,8 +206,8 @@ class Model:
         """Frees the weights and what the engine holds; the model cannot be called afterwards. May be repeated."""
         if self._bound is None:
             return
-        _, ops = self._bound
-        self._bound = None
+        ops = self._bound[1]
+        self._bound = None  # the last reference to the weights
         release = getattr(ops, "close", None)
         if release is not None:
             release()

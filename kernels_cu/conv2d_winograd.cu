@@ -22,8 +22,8 @@
 #include "epilogue.cuh"
 
 #ifndef CHUNK
-#define CHUNK 16  // channels per step
-#define UNROLL 1  // of them multiplied per loop iteration; more would spill on some architectures
+#define CHUNK 16   // channels per step
+#define UNROLL 16  // of them multiplied per loop iteration
 #endif
 
 constexpr int TILES = 32;   // 2×2 output tiles per block
@@ -75,6 +75,7 @@ struct InputTile {
     const float* image;
     int h0, w0;
     int c, tile;
+    bool active;  // CHUNK = 8 needs only half the threads
     float d[4][4];
 
     __device__ __forceinline__ InputTile(const float* x, const Conv2dParams& params, int tile0, int tiles_p, int tiles_q)
@@ -82,17 +83,15 @@ struct InputTile {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         c = warp % (CHUNK / 8) * 8 + lane % 8;
         tile = warp / (CHUNK / 8) * 4 + lane / 8;
+        active = tile < TILES;
         int index = tile0 + tile;
-        const bool valid = index < params.N * tiles_p * tiles_q;
+        const bool valid = active && index < params.N * tiles_p * tiles_q;
         if (!valid) index = 0;
         w0 = index % tiles_q * 2 - params.pad_w;
         index /= tiles_q;
         h0 = valid ? index % tiles_p * 2 - params.pad_h : -(1 << 30);
         image = x + static_cast<long long>(index / tiles_p) * params.H * params.W * params.C;
     }
-
-    // CHUNK = 8 needs only half the threads.
-    __device__ __forceinline__ bool active() const { return CHUNK == 16 || threadIdx.x < THREADS / 2; }
 
     // Reads the 4×4 input tile for channels chunk·CHUNK + c into registers.
     __device__ __forceinline__ void load(int chunk) {
@@ -156,7 +155,7 @@ conv2d_winograd(const float* __restrict__ x, const float* __restrict__ transform
     InputTile input(x, params, tile0, tiles_p, tiles_q);
     load_transformed(filter_slices, transformed);
     copy_async_commit();
-    if (input.active()) {
+    if (input.active) {
         input.load(0);
         input.transform(input_slices);
     }
@@ -168,7 +167,7 @@ conv2d_winograd(const float* __restrict__ x, const float* __restrict__ transform
         const bool more = chunk + 1 < chunks;
         if (more) {
             load_transformed(filter_slices + (chunk + 1) % 2 * TRANSFORMED, transformed + (chunk + 1) * TRANSFORMED);
-            if (input.active()) input.load(chunk + 1);  // in flight while the products below run
+            if (input.active) input.load(chunk + 1);  // in flight while the products below run
         }
         copy_async_commit();
 
@@ -187,7 +186,7 @@ conv2d_winograd(const float* __restrict__ x, const float* __restrict__ transform
                 for (int j = 0; j < 8; ++j) accumulator[i][j] = fmaf(a[i], b[j], accumulator[i][j]);
             }
         }
-        if (more && input.active()) input.transform(input_slices + (chunk + 1) % 2 * INPUT);
+        if (more && input.active) input.transform(input_slices + (chunk + 1) % 2 * INPUT);
     }
 
     // Output transform: the 16 products of a tile lie in 16 warps. They meet in shared memory, half the filters at a

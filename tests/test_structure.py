@@ -22,6 +22,7 @@ ARROWS = {
     "errors": set(),
     "environment": set(),
     "resources": set(),
+    "__main__": {"cli"},
     "cli": {"", "errors", "explanation", "jit", "kernels", "networks"},
     "model": {"_names", "arrays", "binding", "checkpoints", "engines", "errors", "explanation", "networks"},
     "explanation": {"binding", "conv2d", "engines.shape_engine", "networks"},
@@ -31,6 +32,10 @@ ARROWS = {
     "checkpoint_files": {"errors"},
     "networks": {"_names"},
     "kernels": {"conv2d", "engines.cuda_engine"},
+    "proof": set(),
+    "proof.ladder": {"binding", "conv2d", "engines.cuda_engine", "engines.shape_engine", "networks"},
+    "proof.machine": set(),
+    "proof.tables": set(),
     "engines": set(),
     "engines.base": set(),
     "engines.checks": {"conv2d.problem"},
@@ -55,7 +60,10 @@ TYPE_ARROWS = {"": {"model", "networks"}, "networks": {"engines.base"}}
 
 LIBRARIES = {
     "cuda": {"jit.headers"},
-    "cupy": {"arrays", "conv2d.variants", "engines.cuda_engine", "engines.selection", "jit.toolchain"},
+    "cupy": {
+        *("arrays", "conv2d.variants", "engines.cuda_engine", "engines.selection", "jit.toolchain"),
+        *("proof.ladder", "proof.machine"),
+    },
     "platformdirs": {"environment"},
     "rich": {"cli"},
     "safetensors": {"checkpoint_files"},

@@ -1,11 +1,11 @@
 """Convolution: the problem, the kernels that solve it, and the choice among them. Importing needs no CuPy."""
 
 from .device import H100, Device
-from .heuristics import Choice, choose
+from .heuristics import Choice, check_kernel, choose
 from .problem import Conv2dProblem
 from .variants import VARIANTS
 
-__all__ = ["H100", "VARIANTS", "Choice", "Conv2dProblem", "Device", "choose", "variant_names"]
+__all__ = ["H100", "VARIANTS", "Choice", "Conv2dProblem", "Device", "check_kernel", "choose", "variant_names"]
 
 
 def variant_names() -> list[str]:

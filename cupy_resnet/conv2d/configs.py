@@ -76,9 +76,15 @@ class ImplicitGemmConfig:
 
 @dataclass(frozen=True)
 class WinogradConfig:
-    """conv2d_winograd.cu: `chunk` channels per step (16, or 8 where shared memory is small)."""
+    """conv2d_winograd.cu.
+
+    Args:
+        chunk: channels per step: 16, or 8 where shared memory is small.
+        unroll: of them per loop iteration: as many as fit the registers of every architecture without spilling.
+    """
 
     chunk: int
+    unroll: int
 
     TILES = 32
     TILE_K = 64
@@ -89,14 +95,14 @@ class WinogradConfig:
         return 2 * 16 * self.chunk * (self.TILES + self.TILE_K) * 4
 
     def defines(self) -> dict[str, int]:
-        return {"CHUNK": self.chunk, "UNROLL": 1}
+        return {"CHUNK": self.chunk, "UNROLL": self.unroll}
 
     def __str__(self) -> str:
         return f"32 tiles × 64 filters, {self.chunk} channels per step"
 
 
 SGEMM = (SgemmConfig(4), SgemmConfig(1))
-WINOGRAD = (WinogradConfig(16), WinogradConfig(8))
+WINOGRAD = (WinogradConfig(16, unroll=16), WinogradConfig(8, unroll=1))
 IMPLICIT_GEMM = (
     ImplicitGemmConfig(128, 256, 8, 16, vector=4, min_blocks=1),
     ImplicitGemmConfig(256, 128, 16, 8, vector=4, min_blocks=1),

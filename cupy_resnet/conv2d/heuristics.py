@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
+from .._names import unknown_name
 from ..errors import UnsupportedProblemError
 from . import configs
 from .device import Device
@@ -30,6 +31,12 @@ class Choice:
     fallback: str | None = None
 
 
+def check_kernel(kernel: str) -> None:
+    """Raises ValueError unless `kernel` is ``"auto"`` or the name of a variant."""
+    if kernel != "auto" and kernel not in VARIANTS:
+        raise ValueError(unknown_name("kernel", kernel, ["auto", *VARIANTS]))
+
+
 def choose(
     problem: Conv2dProblem,
     device: Device,
@@ -54,8 +61,7 @@ def choose(
         ValueError: `kernel` is no variant's name.
         UnsupportedProblemError: no kernel solves the problem, or `strict` and the demanded one does not.
     """
-    if kernel != "auto" and kernel not in VARIANTS:
-        raise ValueError(f"unknown kernel {kernel!r}; choose 'auto' or one of {', '.join(VARIANTS)}")
+    check_kernel(kernel)
     return _choose(problem, device, kernel, strict, allow_winograd)
 
 
@@ -102,12 +108,12 @@ IMPLICIT_GEMM_EFFICIENCY = {
     (64, 64, 1): 0.61,
     (64, 32, 1): 0.46,
 }
-"""Rate of a full wave per (tile_m, tile_n, vector), relative to 41.9 TFLOP/s: 14²×256 → 256, 3×3, N = 256 on an H100 for
-16-byte loads, 224²×3 → 64, 7×7, stride 2 for 4-byte loads."""
+"""Rate of a full wave per (tile_m, tile_n, vector), relative to 41.9 TFLOP/s. Measured on an H100, N = 256: for 16-byte
+loads on 14²×256 → 256, 3×3; for 4-byte loads on 224²×3 → 64, 7×7, stride 2."""
 
 PROLOGUE_AND_EPILOGUE = 16, 28
-"""Fixed work of a block of conv2d_implicit_gemm, in steps of depth: where other blocks of the multiprocessor overlap it,
-and where it has the multiprocessor to itself; from 56²×64 → 256, 1×1, N = 64 on an H100."""
+"""Fixed work of a block of conv2d_implicit_gemm, in steps of depth: where other blocks of the multiprocessor overlap
+it, and where it has the multiprocessor to itself; from 56²×64 → 256, 1×1, N = 64 on an H100."""
 
 WINOGRAD_EFFICIENCY = 0.70
 WINOGRAD_OVERHEAD = 16

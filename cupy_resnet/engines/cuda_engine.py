@@ -1,5 +1,6 @@
 """The CUDA engine: this project's kernels, on CuPy arrays. Imports CuPy only when an engine is made."""
 
+import importlib.util
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import jit
-from ..conv2d import VARIANTS, Conv2dProblem, Device, choose
+from ..conv2d import VARIANTS, Conv2dProblem, Device, check_kernel, choose
 from ..conv2d.variants import NULL, Filter, Operands
 from ..errors import EngineUnavailableError
 from . import checks
@@ -50,6 +51,33 @@ def describe_device(device_id: int) -> Device:
     )
 
 
+def cuda_obstacle() -> str | None:
+    """Returns None where the CUDA engine can run, else a sentence with the reason and the remedy."""
+    if importlib.util.find_spec("cupy") is None:
+        return (
+            "the CUDA engine needs CuPy, which is not installed: pip install 'cupy-resnet[cuda12]' (or cuda13), "
+            "or use engine='numpy'"
+        )
+    try:
+        import cupy
+    except Exception as error:  # a broken installation can raise anything
+        return f"the CUDA engine needs CuPy, which cannot be imported ({_first_line(error)}); reinstall it"
+    try:
+        count: Any = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return (
+            f"the CUDA engine needs an NVIDIA GPU and its driver, and CuPy finds none that it can use "
+            f"({_first_line(error)}); install or update the driver, or use engine='numpy'"
+        )
+    if count < 1:
+        return "the CUDA engine needs an NVIDIA GPU, and CuPy finds none; check CUDA_VISIBLE_DEVICES and nvidia-smi"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class CudaEngine:
     """The operations of `base.Ops` on CuPy arrays.
 
@@ -77,19 +105,13 @@ class CudaEngine:
         strict: bool = False,
         allow_winograd: bool = False,
     ) -> None:
-        if kernel != "auto" and kernel not in VARIANTS:
-            raise ValueError(f"unknown kernel {kernel!r}; choose 'auto' or one of {', '.join(VARIANTS)}")
-        try:
-            import cupy
-        except ImportError as error:
-            raise EngineUnavailableError(
-                "the CUDA engine needs CuPy, which cannot be imported "
-                f"({error}); install it with: pip install 'cupy-resnet[cuda12]' (or [cuda13])"
-            ) from error
-        try:
-            count = cupy.cuda.runtime.getDeviceCount()
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise EngineUnavailableError(f"the CUDA engine needs an NVIDIA GPU with a driver: {error}") from error
+        check_kernel(kernel)
+        obstacle = cuda_obstacle()
+        if obstacle:
+            raise EngineUnavailableError(obstacle)
+        import cupy
+
+        count = cupy.cuda.runtime.getDeviceCount()
         device = cupy.cuda.runtime.getDevice() if device is None else device
         if not 0 <= device < count:
             raise EngineUnavailableError(f"there is no GPU {device}; this machine has {count}, numbered from 0")
@@ -101,6 +123,11 @@ class CudaEngine:
 
     def __repr__(self) -> str:
         return f"CudaEngine(device={self.device}, kernel={self.kernel!r}, strict={self.strict})"
+
+    def close(self) -> None:
+        """Returns CuPy's cached memory to the GPU: once a model's weights are dropped, nothing of it stays."""
+        with self._cupy.cuda.Device(self.device):
+            self._cupy.get_default_memory_pool().free_all_blocks()
 
     # Arrays ----------------------------------------------------------------------------------------------------------
 

@@ -1,13 +1,13 @@
 """Turns ``engine="auto" | "cuda" | "numpy"`` into an engine, or into one clear sentence why there is none."""
 
-import importlib.util
 import logging
-from typing import Any
 
 from .. import environment
 from .._names import unknown_name
+from ..conv2d import check_kernel
 from ..errors import EngineUnavailableError
 from .base import Ops
+from .cuda_engine import CudaEngine, cuda_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +28,7 @@ def make_engine(engine: str = "auto", *, kernel: str = "auto", strict: bool = Fa
     """
     if engine not in environment.ENGINES:
         raise ValueError(unknown_name("engine", engine, environment.ENGINES))
-    if kernel != "auto":
-        from ..conv2d import variant_names
-
-        if kernel not in variant_names():
-            raise ValueError(unknown_name("kernel", kernel, ["auto", *variant_names()]))
+    check_kernel(kernel)
     wanted = environment.engine() if engine == "auto" else engine
     obstacle = None if wanted == "numpy" else cuda_obstacle()
     if wanted == "cuda" and obstacle:
@@ -46,34 +42,5 @@ def make_engine(engine: str = "auto", *, kernel: str = "auto", strict: bool = Fa
         from .numpy_engine import NumpyEngine
 
         return NumpyEngine()
-    from .cuda_engine import CudaEngine
-
     # A classifier pools over the image, so that how far a NaN spreads before that does not matter.
     return CudaEngine(device, kernel=kernel, strict=strict, allow_winograd=True)
-
-
-def cuda_obstacle() -> str | None:
-    """Returns None where the CUDA engine can run, else a sentence with the reason and the remedy."""
-    if importlib.util.find_spec("cupy") is None:
-        return (
-            "the CUDA engine needs CuPy, which is not installed: pip install 'cupy-resnet[cuda12]' (or cuda13), "
-            "or use engine='numpy'"
-        )
-    try:
-        import cupy
-    except Exception as error:  # a broken installation can raise anything
-        return f"the CUDA engine needs CuPy, which cannot be imported ({_first_line(error)}); reinstall it"
-    try:
-        count: Any = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return (
-            f"the CUDA engine needs an NVIDIA GPU and its driver, and CuPy finds none that it can use "
-            f"({_first_line(error)}); install or update the driver, or use engine='numpy'"
-        )
-    if count < 1:
-        return "the CUDA engine needs an NVIDIA GPU, and CuPy finds none; check CUDA_VISIBLE_DEVICES and nvidia-smi"
-    return None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

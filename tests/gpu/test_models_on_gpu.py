@@ -147,6 +147,54 @@ def test_cupy_arrays_come_back_as_such() -> None:
     assert cupy.array_equal(model(x), logits)
 
 
+def test_a_cupy_array_on_the_numpy_engine_comes_back_to_the_gpu() -> None:
+    import cupy
+
+    x = normal((2, 3, 64, 64))
+    model = cupy_resnet.load("resnet18", weights=random_weights("resnet18", seed=0), engine="numpy")
+    logits = model(cupy.asarray(x))
+    assert isinstance(logits, cupy.ndarray)
+    np.testing.assert_array_equal(cupy.asnumpy(logits), model(x))
+
+
+def test_an_empty_torch_batch_gives_an_empty_tensor() -> None:
+    import torch
+
+    model = cupy_resnet.load("resnet18", weights=random_weights("resnet18", seed=0), engine="cuda")
+    logits = model(torch.zeros(0, 3, 64, 64, device="cuda"))
+    assert isinstance(logits, torch.Tensor)
+    assert logits.shape == (0, 1000)
+    assert logits.is_cuda
+
+
+def test_results_do_not_alias_and_repeat_bit_for_bit() -> None:
+    import torch
+
+    model = cupy_resnet.load("resnet18", weights=random_weights("resnet18", seed=0), engine="cuda")
+    x = torch.randn(4, 3, 64, 64, device="cuda")
+    first = model(x)
+    kept = first.clone()
+    second = model(x)
+    model(-x)
+    assert torch.equal(first, kept)
+    assert torch.equal(second, kept)
+
+
+def test_close_returns_the_memory() -> None:
+    import cupy
+
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    model = cupy_resnet.load("resnet50", weights=random_weights("resnet50", seed=0), engine="cuda")
+    model.warmup(8)
+    assert pool.total_bytes() > before + (64 << 20)
+    model.close()
+    assert pool.total_bytes() <= before
+    with pytest.raises(RuntimeError, match="closed"):
+        model(normal((1, 3, 64, 64)))
+
+
 def test_explain_names_what_runs() -> None:
     state = random_weights("resnet18", seed=0)
     model = cupy_resnet.load("resnet18", weights=state, engine="cuda", kernel="conv2d_winograd")
