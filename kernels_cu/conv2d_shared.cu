@@ -3,6 +3,7 @@
 // @arch sm_70
 //
 // Equation   as conv2d_direct.
+// Layouts    x NHWC, filter KRSC (C/groups channels), bias K, residual and y NPQK; all fp32.
 // GEMM view  rows m = output pixels (gemm_m = N·P·Q), columns k = filters (gemm_n = K/groups), depth = taps × channels
 //            (gemm_k = R·S·C/groups), walked TILE at a time. Row m, depth (r,s,c) of the left operand is the input
 //            value under that tap, zero outside the image.

@@ -1,7 +1,7 @@
 """Measures the ladder: every convolution kernel, and cuDNN in the same run, on the layers of a network.
 
     python -m cupy_resnet.proof.ladder --batch 32 --json notebooks/results/ladder_fp32.json
-    python -m cupy_resnet.proof.ladder --render     # rewrites the tables in README.md and kernels_cu/README.md
+    python -m cupy_resnet.proof.tables     # then rewrites the tables in README.md and kernels_cu/README.md
 
 The rival is cuDNN's convolution through torch in float32 with TF32 off, autotuned, in both memory layouts, of which the
 faster counts layer by layer. All contenders take turns sample by sample on the same normally distributed data, without
@@ -182,26 +182,19 @@ def rungs(report: dict[str, Any], only: Iterable[str] | None = None) -> list[Run
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures and stores, or renders what is stored."""
-    parser = argparse.ArgumentParser(prog="python -m cupy_resnet.proof.ladder", description=__doc__.splitlines()[0])
+    """Measures and stores."""
+    parser = argparse.ArgumentParser(prog="python -m cupy_resnet.proof.ladder", description="Measures the ladder.")
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--milliseconds", type=float, default=3.0, help="length of a sample")
     parser.add_argument("--commit", help="the source's commit, to be stored")
-    parser.add_argument("--json", type=Path, help="where to store the report")
-    parser.add_argument("--render", action="store_true", help="rewrite the tables of the repository's pages instead")
+    parser.add_argument("--json", type=Path, required=True, help="where to store the report")
     options = parser.parse_args(arguments)
-    if options.render:
-        from .tables import render_all
-
-        render_all()
-        return
     report = measure(options.model, options.batch, options.samples, options.milliseconds, options.commit)
-    if options.json:
-        with tempfile.NamedTemporaryFile("w", dir=options.json.parent, suffix=".part", delete=False) as file:
-            json.dump(report, file, indent=1, ensure_ascii=False)
-        Path(file.name).replace(options.json)
+    with tempfile.NamedTemporaryFile("w", dir=options.json.parent, suffix=".part", delete=False) as file:
+        json.dump(report, file, indent=1, ensure_ascii=False)
+    Path(file.name).replace(options.json)
 
 
 if __name__ == "__main__":

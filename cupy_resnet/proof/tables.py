@@ -1,5 +1,7 @@
 """Tables of README.md and kernels_cu/README.md, generated from the stored measurements so that they cannot drift.
 
+    python -m cupy_resnet.proof.tables
+
 A page marks the place of a table by ``<!-- table: NAME -->`` and ``<!-- end -->``; what stands between is rewritten.
 Only a source tree has the pages and the measurements.
 """
@@ -110,3 +112,7 @@ def render_all() -> None:
     """Rewrites the tables of every page."""
     for page in PAGES:
         page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    render_all()

@@ -1,0 +1,43 @@
+"""The tables of the pages are those of the stored measurements, and the measurements say what the project claims."""
+
+import pytest
+
+from cupy_resnet.conv2d import VARIANTS
+from cupy_resnet.proof import tables
+from cupy_resnet.proof.ladder import Layer, convolutions, rungs
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.parent.name)
+def test_pages_show_what_was_measured(page: object) -> None:
+    text = page.read_text(encoding="utf-8")  # type: ignore[attr-defined]
+    assert "<!-- table:" in text
+    assert tables.render(text) == text, "run: python -m cupy_resnet.proof.tables"
+
+
+def test_the_ladder_covers_every_layer_and_every_kernel() -> None:
+    report = tables.load("ladder_fp32")
+    measured = {layer["text"] for layer in report["layers"]}
+    assert measured == {str(problem) for problem in convolutions(report["model"], report["batch"])}
+    assert len(measured) == 23
+    assert [rung.name for rung in rungs(report)] == list(VARIANTS)
+
+
+def test_each_rung_is_faster_than_the_one_before_on_the_layers_both_support() -> None:
+    report = tables.load("ladder_fp32")
+    layers = [Layer(**layer) for layer in report["layers"]]
+    names = list(VARIANTS)
+    for lower, upper in zip(names, names[1:], strict=False):
+        both = [layer.text for layer in layers if lower in layer.samples_ms and upper in layer.samples_ms]
+        times = {rung.name: rung.milliseconds for rung in rungs(report, both)}
+        assert times[upper] < times[lower], (lower, upper)
+
+
+def test_the_network_is_not_slower_than_the_fastest_rival() -> None:
+    for row in tables.load("network_fp32")["rows"]:
+        assert row["right"]
+        assert row["repeatable"]
+        if (row["model"], row["N"]) == ("resnet18", 256):
+            assert row["stream_ratio"] >= 1
+            break
+    else:
+        pytest.fail("ResNet-18, N = 256 was not measured")
