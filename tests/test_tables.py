@@ -1,5 +1,8 @@
 """The tables of the pages are those of the stored measurements, and the measurements say what the project claims."""
 
+import itertools
+from pathlib import Path
+
 import pytest
 
 from cupy_resnet.conv2d import VARIANTS
@@ -8,8 +11,8 @@ from cupy_resnet.proof.ladder import Layer, convolutions, rungs
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.parent.name)
-def test_pages_show_what_was_measured(page: object) -> None:
-    text = page.read_text(encoding="utf-8")  # type: ignore[attr-defined]
+def test_pages_show_what_was_measured(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     assert "<!-- table:" in text
     assert tables.render(text) == text, "run: python -m cupy_resnet.proof.tables"
 
@@ -25,8 +28,7 @@ def test_the_ladder_covers_every_layer_and_every_kernel() -> None:
 def test_each_rung_is_faster_than_the_one_before_on_the_layers_both_support() -> None:
     report = tables.load("ladder_fp32")
     layers = [Layer(**layer) for layer in report["layers"]]
-    names = list(VARIANTS)
-    for lower, upper in zip(names, names[1:], strict=False):
+    for lower, upper in itertools.pairwise(VARIANTS):
         both = [layer.text for layer in layers if lower in layer.samples_ms and upper in layer.samples_ms]
         times = {rung.name: rung.milliseconds for rung in rungs(report, both)}
         assert times[upper] < times[lower], (lower, upper)
