@@ -6,13 +6,21 @@ Importing this package does no GPU work and imports neither CuPy nor torch.
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Model", "__version__", "list_models", "load"]
+__all__ = ["Model", "Prediction", "__version__", "list_models", "load", "predict"]
 
 if TYPE_CHECKING:
     from .model import Model, load
     from .networks import list_models
+    from .predicting import predict
+    from .prediction import Prediction
 
-_LAZY = {"Model": "model", "load": "model", "list_models": "networks"}
+_LAZY = {
+    "Model": "model",
+    "Prediction": "prediction",
+    "list_models": "networks",
+    "load": "model",
+    "predict": "predicting",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,10 @@
 """Reads checkpoint files into nested mappings of arrays. Imports no CuPy, and torch only to read torch's own files.
 
-safetensors and npz cannot run code; ``.pth`` and ``.pt`` are pickles and are read with ``weights_only=True``.
+safetensors and npz cannot run code; ``.pth`` and ``.pt`` are pickles and are read with ``weights_only=True``. A
+``.json`` file is a manifest: a description of the network, with the tensors in an ``.npz`` beside it.
 """
 
+import hashlib
 import json
 import re
 import zipfile
@@ -14,7 +16,13 @@ import numpy as np
 
 from .errors import CheckpointError
 
-SUFFIXES = (".safetensors", ".npz", ".pth", ".pt")
+SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".json")
+
+METADATA_KEY = "cupy_resnet"
+"""Entry of a safetensors header under which the package keeps what it knows about the weights, as one JSON text."""
+
+MANIFEST_FORMAT = "cupy_resnet npz+json 1"
+"""What a manifest's ``format`` says; the number grows when a reader of this one could not read the next."""
 
 _SAFETENSORS_DTYPES = {
     "F64": "<f8",
@@ -54,7 +62,47 @@ def read_file(path: Path) -> Mapping[str, Any]:
         return _read_safetensors(path)
     if suffix == ".npz":
         return _read_npz(path)
+    if suffix == ".json":
+        return _read_manifest_tensors(path)
     return _read_torch(path)
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Returns what the package recorded in a file beside the tensors; empty for files it did not write.
+
+    Args:
+        path: a file that `read_file` has read.
+
+    Raises:
+        CheckpointError: there is a record, but it is no JSON object.
+    """
+    suffix = path.suffix.lower()
+    if suffix == ".json":
+        return _read_manifest(path)
+    if suffix != ".safetensors":
+        return {}
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    text = header.get("__metadata__", {}).get(METADATA_KEY, "{}")
+    try:
+        metadata = json.loads(text)
+        if not isinstance(metadata, dict):
+            raise ValueError("it is no JSON object")
+    except ValueError as error:
+        raise CheckpointError(f"{path}: the metadata under {METADATA_KEY!r} cannot be read: {error}") from error
+    return metadata
+
+
+def file_sha256(path: Path) -> str:
+    """Returns the sha256 of a whole file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tensor_sha256(array: np.ndarray) -> str:
+    """Returns the sha256 of an array's elements in C order and little-endian, in hexadecimal."""
+    little_endian = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return hashlib.sha256(little_endian.tobytes()).hexdigest()
 
 
 def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
@@ -91,6 +139,48 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
     if not all(isinstance(value, np.ndarray) for value in content.values()):
         raise _unreadable(path, "an npz file of plain arrays", ValueError("it holds files that are no arrays"))
     return content
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _unreadable(path, "a manifest", error) from error
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != MANIFEST_FORMAT:
+        raise CheckpointError(f"{path} is no manifest of weights: its format is {found!r}, not {MANIFEST_FORMAT!r}")
+    return manifest
+
+
+def _read_manifest_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Reads the archive that a manifest names, and checks each tensor's shape, dtype and sha256."""
+    manifest = _read_manifest(path)
+    try:
+        archive = str(manifest["tensors_file"])
+        table = {
+            key: (tuple(entry["shape"]), str(entry["dtype"]), str(entry["sha256"]))
+            for key, entry in manifest["tensors"].items()
+        }
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no complete manifest: {type(error).__name__} {error}") from error
+    if Path(archive).name != archive:
+        raise CheckpointError(f"{path} names {archive!r} as its archive, which is not a file's name beside it")
+    if not path.with_name(archive).is_file():
+        raise FileNotFoundError(f"{path} keeps its tensors in {archive}, which does not lie beside it")
+    tensors = _read_npz(path.with_name(archive))
+    faults = [f"{key} is left over" for key in tensors if key not in table]
+    for key, (shape, dtype, sha256) in table.items():
+        array = tensors.get(key)
+        if array is None:
+            faults.append(f"{key} is missing")
+        elif (array.shape, array.dtype.name) != (shape, dtype):
+            faults.append(f"{key} is {array.dtype.name} {array.shape}, not {dtype} {shape}")
+        elif tensor_sha256(array) != sha256:
+            faults.append(f"{key} has another sha256")
+    if faults:
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise CheckpointError(f"{archive} is not the archive that {path} describes: {'; '.join(faults[:3])}{more}")
+    return tensors
 
 
 def _read_torch(path: Path) -> Mapping[str, Any]:

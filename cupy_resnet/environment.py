@@ -24,12 +24,12 @@ class Variable:
 CACHE_DIR = Variable(
     "CUPY_RESNET_CACHE_DIR",
     "the user's cache folder, as platformdirs names it",
-    "Folder of everything kept between runs; compiled kernels lie in its subfolder kernels.",
+    "Folder of everything kept between runs: compiled kernels in its subfolder kernels, converted weights in weights.",
 )
 DISK_CACHE = Variable(
     "CUPY_RESNET_DISK_CACHE",
     "1",
-    "0 keeps compiled kernels in memory only: nothing is read from or written to the cache folder.",
+    "0 keeps compiled kernels in memory only: none is read from or written to the cache folder.",
 )
 ENGINE = Variable(
     "CUPY_RESNET_ENGINE",

@@ -1,22 +1,27 @@
 """`load` and the `Model` it returns: a network with its weights on one engine."""
 
+import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, Unpack, cast, overload
 
 import numpy as np
 
 from ._names import unknown_name
 from .arrays import exchanged, kind_of, to_nhwc
 from .binding import DEFAULT_EPS, bind
-from .checkpoints import infer_sizes, read_state_dict, verify
+from .checkpoints import infer_sizes, verify
 from .engines.base import Ops, Pair, pair
 from .engines.selection import make_engine
 from .errors import CheckpointError
 from .explanation import Explanation, explain
+from .images import Transforms
 from .networks import Network, describe, matching_models
+from .pipeline import Arguments, Classifier, Options, predictions
+from .prediction import Prediction
+from .weights_store import Weights, resolve, split_name
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +39,25 @@ def load(
     strict: bool = False,
     num_classes: int | None = None,
     in_channels: int | None = None,
-    batch_norm_eps: float | Mapping[str, float] = DEFAULT_EPS,
+    batch_norm_eps: float | Mapping[str, float] | None = None,
     device: int | None = None,
+    categories: str | Path | Iterable[str] | None = None,
+    preset: str | None = None,
+    resize: int | None = None,
+    crop: int | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    progress: bool = False,
 ) -> "Model":
     """Loads a network with its weights.
 
     Args:
-        model: one of `cupy_resnet.list_models`, as ``"resnet18"``.
-        weights: a ``.safetensors``, ``.npz``, ``.pth`` or ``.pt`` file, or a mapping from torchvision's keys to
-            arrays; wrappers' prefixes and containers are undone, see `cupy_resnet.checkpoints.read_state_dict`.
+        model: one of `cupy_resnet.list_models`, as ``"resnet18"``, or of `cupy_resnet.weights_store.embedded`, as
+            ``"resnet20-cifar10"``: a network with weights that come with the package.
+        weights: torchvision's name of weights, as ``"IMAGENET1K_V2"``; a ``.safetensors``, ``.npz``, ``.pth``,
+            ``.pt`` or manifest ``.json`` file; or a mapping from torchvision's keys to arrays. Wrappers' prefixes and
+            containers are undone, see `cupy_resnet.checkpoints.read_state_dict`. By default IMAGENET1K_V1 for the
+            ImageNet family, for the others what comes with the package; see `cupy_resnet.weights_store.resolve`.
         engine: ``"cuda"``, ``"numpy"``, or ``"auto"``: CUDA where a GPU can be used, else NumPy.
         kernel: the convolution kernel to use wherever it applies, or ``"auto"`` for the fastest; `Model.explain`
             lists where it does not apply.
@@ -51,38 +66,61 @@ def load(
         strict: whether a convolution that `kernel` does not support is an error.
         num_classes: by default what the classifier in `weights` has.
         in_channels: by default what the first filter in `weights` has.
-        batch_norm_eps: one value, or a mapping from BatchNorm names such as ``"layer1.0.bn1"``, 1e-5 for the rest.
+        batch_norm_eps: one value, or a mapping from BatchNorm names such as ``"layer1.0.bn1"``, 1e-5 for the rest; by
+            default what is kept with the weights, else 1e-5.
         device: index of the GPU, by default CuPy's current one.
+        categories: the classes' names: a list, a file, or ``"imagenet"``; by default those kept with the weights.
+        preset: how `Model.predict` prepares images, ``"IMAGENET1K_V1"``, ``"IMAGENET1K_V2"`` or ``"CIFAR10"``; by
+            default as kept with the weights, else as the first.
+        resize, crop, mean, std: single values in place of the preset's, see `cupy_resnet.images.Transforms`.
+        progress: show downloads on stderr.
 
     Raises:
         CheckpointError: the weights cannot be read or do not fit; the message lists how.
         EngineUnavailableError: the CUDA engine was asked for and cannot run here.
         FileNotFoundError: there is no such file.
-        ValueError: an unknown model, engine, kernel or precision, or no weights.
-        TypeError: `weights` is neither a path nor a mapping.
+        ValueError: an unknown model, engine, kernel, precision, preset or name of weights, or no weights.
+        TypeError: `weights` is neither a name, a path nor a mapping.
+        WeightsUnavailableError: torchvision's weights can neither be found nor be downloaded.
     """
-    describe(model, num_classes=num_classes, in_channels=in_channels)
+    name, _ = split_name(model)
+    describe(name, num_classes=num_classes, in_channels=in_channels)
     if precision not in PRECISIONS:
         raise ValueError(unknown_name("precision", precision, PRECISIONS))
-    if weights is None:
-        raise ValueError(
-            f"{model} needs weights: pass a .safetensors, .npz or .pth file or a state dict; in the source tree "
-            f"'python weights/convert_torchvision.py {model}' makes a file from torchvision's weights"
-        )
     ops = make_engine(engine, kernel=kernel, strict=strict, device=device)
-    state = read_state_dict(weights)
+    with _download_progress(name) if progress else contextlib.nullcontext() as downloaded:
+        found = resolve(
+            model,
+            weights,
+            categories=categories,
+            preset=preset,
+            resize=resize,
+            crop=crop,
+            mean=mean,
+            std=std,
+            batch_norm_eps=batch_norm_eps,
+            progress=downloaded,
+        )
+    state = found.state
     found_classes, found_channels = infer_sizes(state)
-    network = describe(model, num_classes=num_classes or found_classes, in_channels=in_channels or found_channels)
+    network = describe(name, num_classes=num_classes or found_classes, in_channels=in_channels or found_channels)
     try:
-        verify(state, network.tensor_table(), model)
+        verify(state, network.tensor_table(), name)
     except CheckpointError as error:
-        others = [name for name in matching_models({key: a.shape for key, a in state.items()}) if name != model]
+        others = [other for other in matching_models({key: a.shape for key, a in state.items()}) if other != name]
         if others:
             raise CheckpointError(f"{error}\nIts tensors are those of {' or '.join(others)}.") from error
         raise
-    bound = bind(network, state, ops, fuse=fuse, batch_norm_eps=batch_norm_eps)
-    logger.info("%s: %d tensors on the %s engine", model, len(state), ops.name)
-    return Model(bound, ops, kernel=kernel, strict=strict, fuse=fuse)
+    eps = DEFAULT_EPS if found.batch_norm_eps is None else found.batch_norm_eps
+    bound = bind(network, state, ops, fuse=fuse, batch_norm_eps=eps)
+    logger.info("%s: %d tensors of %s on the %s engine", name, len(state), found.name, ops.name)
+    return Model(bound, ops, weights=found, kernel=kernel, strict=strict, fuse=fuse)
+
+
+def _download_progress(name: str) -> contextlib.AbstractContextManager[Any]:
+    from .progress import download_progress
+
+    return download_progress(f"weights of {name}")
 
 
 class Model:
@@ -93,11 +131,27 @@ class Model:
     Args:
         network: bound to `ops`.
         ops: the engine.
+        weights: what `network` was bound to.
         kernel, strict, fuse: as in `load`.
+
+    Attributes:
+        name: the network's.
+        transforms: how `predict` prepares images.
+        categories, wnids: the classes' names and WordNet ids by index; None where unknown.
+        weights_name: what the weights are called, as ``"IMAGENET1K_V1"`` or a file's name.
+        weights_source: where they were first obtained: a URL, a file's name, or words.
+        sha256: of the file they were read from, in hexadecimal; empty if it was none.
     """
 
     def __init__(
-        self, network: Network, ops: Ops, *, kernel: str = "auto", strict: bool = False, fuse: bool = True
+        self,
+        network: Network,
+        ops: Ops,
+        *,
+        weights: Weights,
+        kernel: str = "auto",
+        strict: bool = False,
+        fuse: bool = True,
     ) -> None:
         self.name = network.name
         self.num_classes = network.num_classes
@@ -107,10 +161,89 @@ class Model:
         self.default_size = network.default_size
         self.engine = ops.name
         self.precision = "fp32"
+        self.transforms = Transforms.from_dict(weights.transforms)
+        self.categories = weights.categories
+        self.wnids = weights.wnids
+        self.weights_name = weights.name
+        self.weights_source = weights.source
+        self.sha256 = weights.sha256
         self.kernel = kernel
         self.strict = strict
         self.fuse = fuse
         self._bound: tuple[Network, Ops] | None = (network, ops)
+
+    @overload
+    def predict(
+        self, inputs: Any, *, stream: Literal[False] = False, **options: Unpack[Arguments]
+    ) -> list[Prediction]: ...
+    @overload
+    def predict(self, inputs: Any, *, stream: Literal[True], **options: Unpack[Arguments]) -> Iterator[Prediction]: ...
+    @overload
+    def predict(
+        self, inputs: Any, *, stream: bool, **options: Unpack[Arguments]
+    ) -> list[Prediction] | Iterator[Prediction]: ...
+    def predict(
+        self,
+        inputs: Any,
+        *,
+        topk: int = 5,
+        batch_size: int | None = None,
+        stream: bool = False,
+        progress: bool = False,
+        on_error: str = "raise",
+        features: bool = False,
+        exif: bool = True,
+        channel_order: str = "rgb",
+        workers: int | None = None,
+    ) -> list[Prediction] | Iterator[Prediction]:
+        """Classifies images, each on its own: a result depends on neither the batch nor the order.
+
+        Threads decode, resize and crop the next images while the engine runs a batch. With ``stream=True`` memory is
+        bounded whatever the number of images: two batches, and `2 · workers` images on the threads.
+
+        Args:
+            inputs: a path, folder, pattern, URL, bytes, file object, PIL image, array, tensor, or a list or generator
+                of those; see `cupy_resnet.images.expand`. A single image gives a list of one prediction, too.
+            topk: how many classes a prediction names; all of them where the network has fewer.
+            batch_size: images to run at once; by default what `cupy_resnet.batching.default_batch_size` gives for the
+                memory that is free. A batch that does not fit is halved, with one warning.
+            stream: return an iterator, which works as it is asked and may be closed early, instead of a list.
+            progress: show a bar on stderr, with the number of images where it is known (paths and folders).
+            on_error: ``"raise"``: the first bad image is an error, after the predictions before it; ``"record"``: its
+                prediction says why, and the others go on.
+            features: whether predictions carry the features in front of the classifier, from the same pass.
+            exif: bring files upright by their EXIF orientation; False leaves them as stored, as torchvision does.
+            channel_order: ``"rgb"``, or ``"bgr"`` for arrays with blue first, as OpenCV has them.
+            workers: number of decoding threads, by default one per processor, 32 at most.
+
+        Returns:
+            One `Prediction` per image, in order.
+
+        Raises:
+            ImageError: an input is no image; the message names it and the reason.
+            NotFiniteError: logits are not finite; the message names the layers where that begins.
+            MemoryError: there is no room for a single image; the message says how much it needs.
+            RuntimeError: the model is closed.
+            ValueError: an argument out of its range, or a network whose input is not RGB.
+        """
+        self._alive()
+        if self.in_channels != 3:
+            raise ValueError(f"predict takes photographs, but this {self.name} has {self.in_channels} input channels")
+        options = Options(
+            topk=topk,
+            batch_size=batch_size,
+            progress=progress,
+            on_error=on_error,
+            features=features,
+            exif=exif,
+            channel_order=channel_order,
+            workers=workers,
+        )
+        classifier = Classifier(
+            running=self._alive, transforms=self.transforms, categories=self.categories, wnids=self.wnids
+        )
+        results = predictions(classifier, inputs, options)
+        return results if stream else list(results)
 
     def __call__(self, x: Any) -> Any:
         """Returns the logits (N, num_classes), float32, of a batch of normalised images.
@@ -193,7 +326,7 @@ class Model:
         )
 
     def warmup(self, batch_size: int = 1, size: Pair | None = None) -> None:
-        """Runs one batch of zeros, so that kernels are compiled and memory is there before the first real call.
+        """Runs batches of zeros, so that kernels are compiled and memory is there before the first real call.
 
         Args:
             batch_size: N.
@@ -201,6 +334,8 @@ class Model:
         """
         height, width = pair(size or self.default_size)
         self(np.zeros((batch_size, self.in_channels, height, width), np.float32))
+        if self.in_channels == 3:  # what `predict` needs beside that; it resizes
+            self.predict(np.zeros((batch_size, 8, 8, 3), np.uint8), batch_size=max(1, batch_size))
 
     def close(self) -> None:
         """Frees the weights and what the engine holds; the model cannot be called afterwards. May be repeated."""

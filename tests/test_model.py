@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import torch
 from helpers import assert_close, normal, torch_checkpoints, torch_model
 
@@ -17,7 +16,7 @@ from cupy_resnet import arrays, environment
 from cupy_resnet.conv2d import variant_names
 from cupy_resnet.engines import selection
 from cupy_resnet.engines.numpy_engine import NumpyEngine
-from cupy_resnet.errors import CheckpointError, EngineUnavailableError, UnsupportedProblemError
+from cupy_resnet.errors import EngineUnavailableError, UnsupportedProblemError
 from cupy_resnet.explanation import explain
 from cupy_resnet.networks import describe, random_state_dict
 
@@ -316,23 +315,3 @@ def test_loading_and_running_imports_neither_torch_nor_cupy(tmp_path: Path) -> N
         "assert not {'torch', 'cupy'} & set(sys.modules), sorted(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)
-
-
-def test_convert_torchvision_writes_what_load_reads(tmp_path: Path) -> None:
-    script = Path(__file__).parent.parent / "weights" / "convert_torchvision.py"
-    spec = importlib.util.spec_from_file_location("convert_torchvision", script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    torch_state = torch_model("resnet20", STATE).state_dict()
-    output = tmp_path / "new" / "resnet20.safetensors"
-    module.convert(torch_state, "resnet20", output, source="a test")
-    assert list(output.parent.iterdir()) == [output]
-    assert safetensors.numpy.load_file(output).keys() == STATE.keys()
-    np.testing.assert_array_equal(
-        cupy_resnet.load("resnet20", output, engine="numpy")(X), cupy_resnet.load("resnet20", STATE, engine="numpy")(X)
-    )
-    with pytest.raises(CheckpointError, match="does not fit resnet32"):
-        module.convert(torch_state, "resnet32", tmp_path / "no.safetensors")
-    assert not (tmp_path / "no.safetensors").exists()

@@ -24,7 +24,25 @@ ARROWS = {
     "resources": set(),
     "__main__": {"cli"},
     "cli": {"", "errors", "explanation", "jit", "kernels", "networks"},
-    "model": {"_names", "arrays", "binding", "checkpoints", "engines", "errors", "explanation", "networks"},
+    "predicting": {"environment", "model", "prediction"},
+    "model": {
+        *("_names", "arrays", "binding", "checkpoints", "engines", "errors", "explanation", "images", "networks"),
+        *("pipeline", "prediction", "progress", "weights_store"),
+    },
+    "pipeline": {
+        "batching",
+        "engines.base",
+        "engines.transfers",
+        "images",
+        "networks",
+        "prediction",
+        "preparation",
+        "progress",
+    },
+    "preparation": {"images"},
+    "batching": {"binding", "engines.shape_engine", "networks"},
+    "progress": {"jit"},
+    "prediction": set(),
     "explanation": {"binding", "conv2d", "engines.shape_engine", "networks"},
     "arrays": {"engines.base"},
     "binding": {"checkpoints", "engines.base", "engines.shape_engine", "errors", "networks"},
@@ -32,6 +50,11 @@ ARROWS = {
     "checkpoint_files": {"errors"},
     "networks": {"_names"},
     "kernels": {"conv2d", "engines.cuda_engine"},
+    "images": {""},  # the version, for the User-Agent
+    "weights_store": {
+        *("_names", "checkpoint_files", "checkpoints", "environment", "errors", "networks", "resources"),
+        "images.transforms",
+    },
     "proof": set(),
     "proof.ladder": {"binding", "conv2d", "engines.cuda_engine", "engines.shape_engine", "networks"},
     "proof.machine": set(),
@@ -64,15 +87,22 @@ LIBRARIES = {
         *("arrays", "conv2d.variants", "engines.cuda_engine", "jit.toolchain"),
         *("proof.ladder", "proof.machine"),
     },
+    "filelock": {"weights_store.pretrained"},
+    "PIL": {f"images.{m}" for m in ("arrays", "colors", "decoding", "resampling", "sources", "transforms")},
     "platformdirs": {"environment"},
     "rich": {"cli"},
-    "safetensors": {"checkpoint_files"},
-    "torch": {"checkpoint_files", "proof.ladder"},  # to read .pth files, and to be compared with
+    "safetensors": {"checkpoint_files", "weights_store.encoding"},
+    "torch": {
+        "checkpoint_files",
+        "proof.ladder",
+        "weights_store.pretrained",
+    },  # to read .pth files, and to be compared with
+    "torchvision": {"weights_store.pretrained"},
     "typer": {"cli"},
 }
 """Library → the modules that may import it; NumPy is everybody's."""
 
-ON_FIRST_USE = {"cuda", "cupy", "safetensors", "torch"}
+ON_FIRST_USE = {"cuda", "cupy", "filelock", "safetensors", "torch", "torchvision"}
 """Of these, what no module imports before it is needed."""
 
 HELPER_STAGES = {"conv2d_winograd": {"winograd_filter_transform"}}

@@ -41,7 +41,7 @@ def read_categories(categories: str | Path | Iterable[str]) -> Names:
         FileNotFoundError: there is no such file.
         TypeError: something else than names.
     """
-    if categories == IMAGENET:
+    if isinstance(categories, str) and categories == IMAGENET:
         classes = imagenet_classes()
         return [name for _, _, name in classes], [wnid for _, wnid, _ in classes]
     if isinstance(categories, str | Path):

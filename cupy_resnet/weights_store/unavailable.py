@@ -19,11 +19,12 @@ def unavailable(model: str, name: str, reason: str, alternatives: Sequence[str])
     return WeightsUnavailableError(
         f"torchvision's {name} weights of {model} cannot be had: {reason}.\n"
         "Three ways to get weights:\n"
-        "  1. pip install 'cupy-resnet[torch]' and run this once with a network: they are downloaded, checked and\n"
-        "     converted; after that neither torch nor a network is needed\n"
+        "  1. pip install 'cupy-resnet[torch]' and run this once with internet access: they are downloaded, checked\n"
+        "     and converted once; after that neither torch nor internet access is needed\n"
         f"  2. where both exist, run: cupy-resnet convert {model} --weights {name} --output {model}.safetensors\n"
         f'     and pass the file here: weights="{model}.safetensors"\n'
-        "  3. pass weights of your own: a .safetensors, .npz, .pth or .json file, or a state dict" + advice(alternatives)
+        "  3. pass weights of your own: a .safetensors, .npz, .pth or .json file, or a state dict"
+        + advice(alternatives)
     )
 
 

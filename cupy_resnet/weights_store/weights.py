@@ -9,10 +9,16 @@ import numpy as np
 
 from ..checkpoints import infer_sizes
 from ..errors import CheckpointError
-from ..images import Transforms
+from ..images.transforms import Transforms
 
-METADATA = ("transforms", "categories", "wnids", "batch_norm_eps", "training")
-"""Optional entries of a file's metadata, beside ``model``, ``source`` and ``source_sha256``."""
+METADATA: dict[str, type | tuple[type, ...]] = {
+    "transforms": dict,
+    "categories": list,
+    "wnids": list,
+    "batch_norm_eps": (float, int, dict),
+    "training": dict,
+}
+"""Optional entries of a file's metadata, and their types; beside ``model``, ``source`` and ``source_sha256``."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,22 +79,16 @@ def described(metadata: Mapping[str, Any], place: str) -> dict[str, Any]:
         CheckpointError: an entry has the wrong type, or transforms are incomplete.
     """
     found = {key: metadata[key] for key in METADATA if metadata.get(key) is not None}
-    wanted: dict[str, tuple[type, ...]] = {
-        "transforms": (dict,),
-        "categories": (list,),
-        "wnids": (list,),
-        "batch_norm_eps": (float, int, dict),
-        "training": (dict,),
-    }
     for key, value in found.items():
-        if not isinstance(value, wanted[key]) or (
-            key in ("categories", "wnids") and not all(isinstance(name, str) for name in value)
-        ):
-            raise CheckpointError(f"{place}: its metadata's {key} is not what cupy_resnet writes there: {value!r:.80}")
+        good = isinstance(value, METADATA[key])
+        if key in ("categories", "wnids"):
+            good = good and all(isinstance(name, str) for name in value)
+        if not good:
+            raise CheckpointError(f"{place}: cannot use {key} of its metadata: {repr(value)[:80]}")
     if "transforms" in found:
         try:
             found["transforms"] = Transforms.from_dict(found["transforms"]).to_dict()
-        except (KeyError, TypeError, ValueError) as error:
+        except ValueError as error:
             raise CheckpointError(f"{place}: its metadata's transforms cannot be used: {error}") from error
     return found | {key: str(metadata[key]) for key in ("source", "source_sha256") if key in metadata}
 
