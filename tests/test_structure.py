@@ -30,14 +30,8 @@ ARROWS = {
         *("pipeline", "prediction", "progress", "weights_store"),
     },
     "pipeline": {
-        "batching",
-        "engines.base",
-        "engines.transfers",
-        "images",
-        "networks",
-        "prediction",
-        "preparation",
-        "progress",
+        *("batching", "engines.base", "engines.transfers", "images", "networks"),
+        *("prediction", "preparation", "progress"),
     },
     "preparation": {"images"},
     "batching": {"binding", "engines.shape_engine", "networks"},
@@ -78,19 +72,19 @@ ARROWS = {
 """Room or module → what it may import outside its own room, anywhere in its code. A module that is not listed has its
 room's arrows. An arrow to a room allows its modules too."""
 
-TYPE_ARROWS = {"": {"model", "networks"}, "networks": {"engines.base"}}
+TYPE_ARROWS = {"": {"model", "networks", "predicting", "prediction"}, "networks": {"engines.base"}}
 """Further arrows that exist for the type checker only."""
 
 LIBRARIES = {
     "cuda": {"jit.headers"},
     "cupy": {
-        *("arrays", "conv2d.variants", "engines.cuda_engine", "jit.toolchain"),
+        *("arrays", "conv2d.variants", "engines.cuda_engine", "engines.transfers", "jit.toolchain"),
         *("proof.ladder", "proof.machine"),
     },
     "filelock": {"weights_store.pretrained"},
     "PIL": {f"images.{m}" for m in ("arrays", "colors", "decoding", "resampling", "sources", "transforms")},
     "platformdirs": {"environment"},
-    "rich": {"cli"},
+    "rich": {"cli", "progress"},
     "safetensors": {"checkpoint_files", "weights_store.encoding"},
     "torch": {
         "checkpoint_files",

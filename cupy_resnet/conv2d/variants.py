@@ -249,6 +249,8 @@ class Winograd(Variant):
             kernel = jit.get_function("conv2d_winograd", "winograd_filter_transform", defines=config.defines())
             arguments = (filter.weight, out, np.int32(problem.K), np.int32(problem.C))
             kernel((_blocks(k_padded * c_padded, 256),), (256,), arguments)
+            # Published only when it is there: another thread may use it on a stream that is not ordered after this one.
+            cupy.cuda.get_current_stream().synchronize()
             filter.packed[key] = out
         return filter.packed[key]
 

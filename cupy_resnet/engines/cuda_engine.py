@@ -137,7 +137,10 @@ class CudaEngine:
             with x.device:
                 return self._ready(x.astype(cupy.float32, copy=False))
         with cupy.cuda.Device(self.device):
-            return cupy.asarray(np.ascontiguousarray(x, dtype=np.float32))
+            array = cupy.asarray(np.ascontiguousarray(x, dtype=np.float32))
+            # Weights are used from whatever stream a later caller has, which nothing orders after this copy.
+            cupy.cuda.get_current_stream().synchronize()
+            return array
 
     def to_numpy(self, x: "cupy.ndarray") -> np.ndarray:
         with x.device:

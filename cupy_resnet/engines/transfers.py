@@ -155,8 +155,10 @@ class CudaTransfers:
 
     def free_bytes(self) -> int:
         with self._device:
-            free, _ = self._cupy.cuda.runtime.memGetInfo()
-            return int(free) + int(self._cupy.get_default_memory_pool().free_bytes())
+            pool = self._cupy.get_default_memory_pool()
+            free = int(self._cupy.cuda.runtime.memGetInfo()[0]) + int(pool.free_bytes())
+            limit = int(pool.get_limit())  # 0 where the user has set none
+            return min(free, max(0, limit - int(pool.used_bytes()))) if limit else free
 
     def release(self, *, trim: bool = False) -> None:
         with self._device:

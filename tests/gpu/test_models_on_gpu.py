@@ -1,7 +1,9 @@
 """Whole networks on the CUDA engine: torch's answers on real photographs, and the NumPy engine's on everything."""
 
+import threading
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,6 +136,31 @@ def test_work_is_ordered_with_torchs_current_stream() -> None:
             y = model(x) + 0
         side.synchronize()
         torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+def test_a_fresh_model_is_right_on_every_stream_at_once() -> None:
+    """Weights and what kernels derive from them on first use are complete before another stream sees them."""
+    import cupy
+
+    x = cupy.random.RandomState(0).standard_normal((4, 3, 224, 224)).astype(cupy.float32)
+    state = random_weights("resnet18", seed=0)
+    expected = cupy_resnet.load("resnet18", weights=state, engine="cuda")(x)
+    cupy.cuda.Device().synchronize()
+    for _ in range(5):
+        model = cupy_resnet.load("resnet18", weights=state, engine="cuda")
+        results: dict[int, Any] = {}
+
+        def work(index: int, model: Any = model, results: dict[int, Any] = results) -> None:
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                results[index] = model(x)
+                stream.synchronize()
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(cupy.array_equal(results[i], expected) for i in range(4))
 
 
 def test_cupy_arrays_come_back_as_such() -> None:
