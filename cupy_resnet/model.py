@@ -335,7 +335,7 @@ class Model:
         height, width = pair(size or self.default_size)
         self(np.zeros((batch_size, self.in_channels, height, width), np.float32))
         if self.in_channels == 3:  # what `predict` needs beside that; it resizes
-            self.predict(np.zeros((batch_size, 8, 8, 3), np.uint8), batch_size=max(1, batch_size))
+            self.predict(np.zeros((batch_size, 8, 8, 3), np.uint8), batch_size=max(1, batch_size), on_error="record")
 
     def close(self) -> None:
         """Frees the weights and what the engine holds; the model cannot be called afterwards. May be repeated."""

@@ -207,7 +207,7 @@ class CudaEngine:
             if name == "normalize":
                 self._elementwise(kernel, y.size, x, y, *mean_std, np.int64(y.size), np.int32(C))
             else:
-                self._turn(kernel, x.shape[0], C, x.shape[2] * x.shape[3], x, y, *mean_std)
+                self._transpose(kernel, x.shape[0], C, x.shape[2] * x.shape[3], x, y, *mean_std)
             return y
 
     def nhwc_to_nchw(self, x: Any) -> "cupy.ndarray":
@@ -217,14 +217,14 @@ class CudaEngine:
             x = self._operand("nhwc_to_nchw", "x", x)
             y = self._cupy.empty((N, C, H, W), np.float32)
             if y.size:
-                self._turn(jit.get_function("nhwc_to_nchw"), N, C, H * W, x, y)
+                self._transpose(jit.get_function("nhwc_to_nchw"), N, H * W, C, x, y)
             return y
 
     @staticmethod
-    def _turn(kernel: Any, N: int, C: int, pixels: int, *arrays: Any) -> None:
-        """Launches a layout kernel: 32 × 8 threads per tile of 32 pixels × 32 channels."""
-        grid = (min(N * -(-pixels // 32), MAX_BLOCKS), min(-(-C // 32), 65535))
-        kernel(grid, (32, 8), (*arrays, np.int32(N), np.int32(C), np.int32(pixels)))
+    def _transpose(kernel: Any, N: int, rows: int, columns: int, *arrays: Any) -> None:
+        """Launches a layout kernel, which turns N matrices of rows × columns in tiles of 32 × 32."""
+        grid = (min(N * -(-columns // 32), MAX_BLOCKS), min(-(-rows // 32), 65535))
+        kernel(grid, (32, 8), (*arrays, np.int32(N), np.int32(rows), np.int32(columns)))
 
     # Convolution -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,115 @@
+"""Options and arguments that several commands share, and the checks that make a wrong one exit status 2."""
+
+from collections.abc import Callable, Iterable
+from typing import Annotated
+
+import typer
+
+from .._names import unknown_name
+
+Callback = Callable[[str | None], str | None]
+
+
+def one_of(kind: str, valid: Iterable[str]) -> Callback:
+    """Returns a callback for an option whose value is one of a few words, or None."""
+    names = list(valid)
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in names:
+            raise typer.BadParameter(unknown_name(kind, value, names))
+        return value
+
+    return check
+
+
+def _check_model(value: str | None) -> str | None:
+    from ..weights_store import split_name
+
+    try:
+        if value is not None:
+            split_name(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return value
+
+
+def _check_kernel(value: str | None) -> str | None:
+    if value not in (None, "auto"):
+        from ..conv2d import check_kernel
+
+        try:
+            check_kernel(str(value))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    return value
+
+
+def three_numbers(text: str) -> str:
+    """Checks ``"0.485,0.456,0.406"``, for red, green and blue; `numbers` turns it into them."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if len(values) != 3:
+        raise typer.BadParameter(f"must be three numbers separated by commas, for red, green and blue, got {text!r}")
+    return text
+
+
+def numbers(text: str | None) -> tuple[float, ...] | None:
+    """Returns the numbers in a text that `three_numbers` has passed; None for None."""
+    return None if text is None else tuple(float(part) for part in text.split(","))
+
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", callback=_check_model, help="As `cupy-resnet models` lists them.")
+]
+ModelOption = Annotated[
+    str,
+    typer.Option(metavar="NAME", callback=_check_model, help="As `cupy-resnet models` lists them."),
+]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE",
+        help="torchvision's name, as IMAGENET1K_V2, or a .safetensors, .npz, .pth, .pt or .json file; by default "
+        "IMAGENET1K_V1, or what comes with the package.",
+    ),
+]
+KernelOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        callback=_check_kernel,
+        help="Convolution kernel wherever it applies, as `cupy-resnet kernels` lists them.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+
+CategoriesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE", help="Names of the classes, a .txt (one a line), .json or .csv file, or the word imagenet."
+    ),
+]
+PresetOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        callback=one_of("preset", ("IMAGENET1K_V1", "IMAGENET1K_V2", "CIFAR10")),
+        help="How images are prepared: IMAGENET1K_V1, IMAGENET1K_V2 or CIFAR10; by default as kept with the weights.",
+    ),
+]
+ResizeOption = Annotated[
+    int | None, typer.Option(min=1, metavar="PIXELS", help="Resize the shorter side to this, instead of the preset's.")
+]
+CropOption = Annotated[
+    int | None, typer.Option(min=1, metavar="PIXELS", help="Side of the square cut from the centre.")
+]
+MeanOption = Annotated[
+    str | None,
+    typer.Option(metavar="R,G,B", callback=lambda v: v and three_numbers(v), help="Subtracted from pixels in 0–1."),
+]
+StdOption = Annotated[
+    str | None,
+    typer.Option(metavar="R,G,B", callback=lambda v: v and three_numbers(v), help="What they are then divided by."),
+]
