@@ -23,7 +23,14 @@ ARROWS = {
     "environment": set(),
     "resources": set(),
     "__main__": {"cli"},
-    "cli": {"", "errors", "explanation", "jit", "kernels", "networks"},
+    "cli": {
+        *("", "_names", "checkpoints", "conv2d", "demo", "doctor", "environment", "errors", "explanation", "images"),
+        *("jit", "kernels", "model", "networks", "prediction", "progress", "summary", "weights_store"),
+    },
+    "doctor": {"", "engines.cuda_engine", "environment", "errors", "jit", "weights_store"},
+    "demo": {"drawings", "engines.cuda_engine", "environment", "model", "preparation", "weights_store"},
+    "drawings": set(),
+    "summary": {"explanation", "networks"},
     "predicting": {"environment", "model", "prediction"},
     "model": {
         *("_names", "arrays", "binding", "checkpoints", "engines", "errors", "explanation", "images", "networks"),
@@ -78,13 +85,16 @@ TYPE_ARROWS = {"": {"model", "networks", "predicting", "prediction"}, "networks"
 LIBRARIES = {
     "cuda": {"jit.headers"},
     "cupy": {
-        *("arrays", "conv2d.variants", "engines.cuda_engine", "engines.transfers", "jit.toolchain"),
-        *("proof.ladder", "proof.machine"),
+        *("arrays", "conv2d.variants", "engines.cuda_engine", "engines.transfers", "doctor.cuda"),
+        *("jit.toolchain", "proof.ladder", "proof.machine"),
     },
     "filelock": {"weights_store.pretrained"},
-    "PIL": {f"images.{m}" for m in ("arrays", "colors", "decoding", "resampling", "sources", "transforms")},
+    "PIL": {
+        *("demo", "drawings"),
+        *(f"images.{m}" for m in ("arrays", "colors", "decoding", "resampling", "sources", "transforms")),
+    },
     "platformdirs": {"environment"},
-    "rich": {"cli", "progress"},
+    "rich": {*(f"cli.{m}" for m in ("console", "kernel_list", "machine", "networks", "results")), "progress"},
     "safetensors": {"checkpoint_files", "weights_store.encoding"},
     "torch": {
         "checkpoint_files",
@@ -92,7 +102,10 @@ LIBRARIES = {
         "weights_store.pretrained",
     },  # to read .pth files, and to be compared with
     "torchvision": {"weights_store.pretrained"},
-    "typer": {"cli"},
+    "typer": {
+        "cli",
+        *(f"cli.{m}" for m in ("console", "kernel_list", "machine", "networks", "options", "photographs", "weights")),
+    },
 }
 """Library → the modules that may import it; NumPy is everybody's."""
 

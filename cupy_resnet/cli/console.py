@@ -55,10 +55,11 @@ def printable(text: str) -> str:
 
 
 def make_table(*columns: str, right: tuple[str, ...] = (), header: bool = True) -> Table:
-    """Returns a table without lines; the columns named in `right` hold numbers."""
+    """Returns a table without lines; the columns named in `right` hold numbers, which are never folded."""
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=header)
     for column in columns:
-        table.add_column(column, overflow="fold", justify="right" if column in right else "left")
+        number = column in right
+        table.add_column(column, overflow="fold", justify="right" if number else "left", no_wrap=number)
     return table
 
 

@@ -25,9 +25,10 @@ def kernels(
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Compilations at a time.")] = os.cpu_count() or 1,
     as_json: JsonOption = False,
 ) -> None:
-    """List every kernel with the problem it solves; with --compile, compile all for given architectures.
+    """List every kernel with the problem it solves.
 
-    Exit status 1 if a kernel does not compile or spills registers.
+    With --compile, compile all for given architectures, without a GPU. Exit status 1 if a kernel does not
+    compile or spills registers.
     """
     chosen = _chosen_kernels(kernel)
     if compile_all:

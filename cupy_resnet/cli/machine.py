@@ -12,7 +12,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "missing": "red"}
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Check what the package needs and what makes it faster; for each problem, tell the command that fixes it.
+    """Check this machine, and tell a fix for each problem.
 
     Exit status 1 only if the engine that would be used cannot work.
     """
@@ -41,7 +41,10 @@ def demo(
         str | None, typer.Option(metavar="FOLDER", help="Write the drawings there as .png, to look at them.")
     ] = None,
 ) -> None:
-    """Classify ten drawings with the network that comes with the package, and measure. Needs nothing else."""
+    """Show what this machine can do, with ten drawings.
+
+    Needs nothing but the package: the network and its weights come with it, and the drawings are made on the spot.
+    """
     from ..demo import run_demo
 
     with working("loading") as show:
@@ -53,12 +56,11 @@ def demo(
         f"Ten drawings, made by the package itself with simple shapes, and what {result.model} takes them for.\n"
         "It has only ever seen photographs, of ten kinds, at 32 × 32 pixels.\n"
     )
-    table = make_table("drawing of", "answer", "probability", "then", right=("probability",))
+    table = make_table("drawing of", "answer", "prob.", "then", right=("prob.",))
     for answer in result.answers:
-        right = answer.label == answer.drawn
         table.add_row(
             answer.drawn,
-            Text(answer.label, "green" if right else "yellow"),
+            Text(answer.label, "green" if answer.label == answer.drawn else "yellow"),
             f"{answer.probability:.1%}",
             Text(", ".join(f"{label} {probability:.1%}" for label, probability in answer.others)),
         )

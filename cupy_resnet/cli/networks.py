@@ -23,7 +23,7 @@ BatchOption = Annotated[int, typer.Option(min=0, metavar="N", help="Images in th
 
 
 def models(as_json: JsonOption = False) -> None:
-    """List the networks that can be loaded, and the weights there are for each."""
+    """List the networks and the weights there are for each."""
     from ..networks import describe, list_models
     from ..summary import count_parameters
     from ..weights_store import embedded, split_name
@@ -87,9 +87,10 @@ def info(
     batch: BatchOption = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what a network is made of, how images are prepared for it, and what is known of its weights.
+    """Tell layers, shapes, parameters, FLOPs and transforms.
 
-    Downloads nothing unless weights of torchvision are asked for by name.
+    And what is known of the weights, if they are on this machine or given. Downloads nothing unless
+    weights of torchvision are asked for by name.
     """
     from ..checkpoints import infer_sizes, verify
     from ..networks import describe
@@ -127,19 +128,18 @@ def info(
 
 
 def _find_weights(model: str, weights: str | None) -> "Weights | None":
-    """Returns the weights that were asked for, or, if none were, those that are on this machine."""
-    from ..weights_store import WeightsUnavailableError, resolve, split_name
-    from ..weights_store.pretrained import NAMES
+    """Returns the weights that were asked for, or, if none were, those that are on this machine; None without any."""
+    from ..weights_store import WeightsUnavailableError, embedded, resolve, split_name
 
-    name = split_name(model)[0]
-    if weights is None and name == model and name in NAMES:
-        kept = environment.cache_dir() / "weights" / f"{name}-IMAGENET1K_V1.safetensors"
-        if not kept.is_file():
-            return None
+    name, asked = split_name(model)
+    kept = environment.cache_dir() / "weights" / f"{name}-IMAGENET1K_V1.safetensors"
+    here = kept.is_file() or name in [split_name(own)[0] for own in embedded()]
+    if weights is None and asked is None and not here:
+        return None
     with downloading(f"weights of {name}") as progress:
         try:
             return resolve(model, weights, progress=progress)
-        except (ValueError, WeightsUnavailableError) as error:
+        except WeightsUnavailableError as error:  # what is kept is damaged, and cannot be fetched again
             if weights is not None:
                 raise
             say(f"weights: {error}")
@@ -186,11 +186,11 @@ def _print_info(facts: dict[str, Any], summary: "Summary", found: "Weights | Non
         "FLOPs": f"{facts['flops'] / 1e9:.3f} GFLOP for the batch (a multiply-add counts as two)",
         "classes": printable(f"{facts['num_classes']}{named}"),
         "features": str(facts["num_features"]),
-        "transforms": f"shorter side to {transforms['resize']} ({transforms['interpolation']}), centre {transforms['crop']} "
-        f"× {transforms['crop']}, minus mean {_listed(transforms['mean'])}, by std {_listed(transforms['std'])}",
+        "transforms": _described(transforms),
     }
     if found is None:
-        fields["weights"] = "none here yet; the transforms are the defaults"
+        default = "IMAGENET1K_V1, not on this machine yet" if facts["family"] == "imagenet" else "your own"
+        fields["weights"] = f"{default}; transforms are the defaults"
     else:
         fields["weights"] = printable(found.name)
         fields["source"] = printable(found.source)
@@ -209,6 +209,14 @@ def _print_info(facts: dict[str, Any], summary: "Summary", found: "Weights | Non
             f"{layer.flops / 1e6:.1f}",
         )
     print_table(table)
+
+
+def _described(transforms: dict[str, Any]) -> str:
+    resize, crop = transforms["resize"], transforms["crop"]
+    return (
+        f"shorter side to {resize} ({transforms['interpolation']}), centre {crop} × {crop}, minus mean "
+        f"{_listed(transforms['mean'])}, by std {_listed(transforms['std'])}"
+    )
 
 
 def _listed(values: list[float]) -> str:

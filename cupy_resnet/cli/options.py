@@ -44,8 +44,20 @@ def _check_kernel(value: str | None) -> str | None:
     return value
 
 
-def three_numbers(text: str) -> str:
-    """Checks ``"0.485,0.456,0.406"``, for red, green and blue; `numbers` turns it into them."""
+def _check_preset(value: str | None) -> str | None:
+    if value is not None:
+        from ..images import Transforms
+
+        try:
+            Transforms.preset(value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    return value
+
+
+def _check_three_numbers(text: str | None) -> str | None:
+    if text is None:
+        return None
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
@@ -56,7 +68,7 @@ def three_numbers(text: str) -> str:
 
 
 def numbers(text: str | None) -> tuple[float, ...] | None:
-    """Returns the numbers in a text that `three_numbers` has passed; None for None."""
+    """Returns the numbers of `MeanOption` or `StdOption`: ``"0.485,0.456,0.406"``, checked already; None for None."""
     return None if text is None else tuple(float(part) for part in text.split(","))
 
 
@@ -95,7 +107,7 @@ PresetOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        callback=one_of("preset", ("IMAGENET1K_V1", "IMAGENET1K_V2", "CIFAR10")),
+        callback=_check_preset,
         help="How images are prepared: IMAGENET1K_V1, IMAGENET1K_V2 or CIFAR10; by default as kept with the weights.",
     ),
 ]
@@ -107,9 +119,9 @@ CropOption = Annotated[
 ]
 MeanOption = Annotated[
     str | None,
-    typer.Option(metavar="R,G,B", callback=lambda v: v and three_numbers(v), help="Subtracted from pixels in 0–1."),
+    typer.Option(metavar="R,G,B", callback=_check_three_numbers, help="Subtracted from pixels in 0–1."),
 ]
 StdOption = Annotated[
     str | None,
-    typer.Option(metavar="R,G,B", callback=lambda v: v and three_numbers(v), help="What they are then divided by."),
+    typer.Option(metavar="R,G,B", callback=_check_three_numbers, help="What they are then divided by."),
 ]

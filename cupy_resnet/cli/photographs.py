@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..prediction import Prediction
     from .results import Writer
 
+_IMAGES = (b"\xff\xd8\xff", b"\x89PNG")  # what the commonest image files begin with
 _FORMATS = ("table", "json", "jsonl", "csv")
 
 
@@ -99,7 +100,9 @@ def predict(
     crop: CropOption = None,
     mean: MeanOption = None,
     std: StdOption = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary, only errors.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress and no summary, only warnings and errors.")
+    ] = False,
 ) -> None:
     """Tell what is in photographs.
 
@@ -176,9 +179,8 @@ def _from_stdin(photos: list[str]) -> Iterator[str]:
         if photo != "-":
             yield photo
             continue
-        stdin = sys.stdin.buffer
-        for number, line in enumerate(stdin):
-            if not number and b"\0" in line or line.startswith(b"\xff\xd8\xff"):
+        for line in sys.stdin.buffer:
+            if b"\0" in line or line.startswith(_IMAGES):
                 raise ValueError("stdin holds no names of images, one a line; pass an image by the name of its file")
             if name := os.fsdecode(line.rstrip(b"\r\n")):
                 yield name

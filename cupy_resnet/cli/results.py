@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, TextIO
 
-import typer
 from rich.text import Text
 
 from ..prediction import Prediction
@@ -85,12 +84,14 @@ class TableWriter:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._table = make_table("image", "probability", "class", "index", right=("probability", "index"))
+        self._table = make_table("image", "prob.", "class", "index", right=("prob.", "index"))
 
     def add(self, prediction: Prediction) -> None:
         name = Text(printable(prediction.path or f"image {prediction.index}"))
         if prediction.error is not None:
-            self._table.add_row(name, "error", Text(printable(prediction.error), "red"), "")
+            self._table.add_row(
+                name, "error", Text(printable(prediction.error.removeprefix(f"{prediction.path}: ")), "red"), ""
+            )
         ranking = zip(prediction.labels, prediction.probabilities, prediction.class_indices, strict=True)
         for rank, (label, probability, index) in enumerate(ranking):
             style = "" if rank else "bold"
@@ -130,32 +131,29 @@ def opened(output: str | None) -> Iterator[TextIO]:
     if output is None or output == "-":
         yield sys.stdout
         return
-    path = Path(output).expanduser().resolve()  # a link stays one
+    path = Path(output).expanduser()
     if path.is_dir():
         raise IsADirectoryError(f"--output {output} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"--output {output}: there is no folder {path.parent}")
-    # Names of files may hold bytes that are no UTF-8; they are written as they are.
-    text = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
     if path.exists() and not path.is_file():
-        with path.open("w", **text) as file:
+        with _open_text(path) as file:
             yield file
         return
+    path = path.resolve()  # a link stays one
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--output {output}: there is no folder {path.parent}")
     with temporary_file(path.parent) as temporary:
-        with temporary.open("w", **text) as file:
+        with _open_text(temporary) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
 
 
+def _open_text(path: Path) -> TextIO:
+    # Names of files may hold bytes that are no UTF-8; they are written as they are.
+    return path.open("w", encoding="utf-8", errors="surrogateescape", newline="")
+
+
 def on_terminal(output: str | None) -> bool:
     """Returns whether results appear on the terminal while they are written."""
     return output in (None, "-") and sys.stdout.isatty()
-
-
-def check_output(output: str | None) -> str | None:
-    """Returns the value of --output; an empty one is a usage error."""
-    if output == "":
-        raise typer.BadParameter("is empty; name a file, or - for stdout")
-    return output

@@ -46,9 +46,9 @@ def convert(
     mean: MeanOption = None,
     std: StdOption = None,
 ) -> None:
-    """Write weights with their transforms, class names and origin, as a file that needs no torch.
+    """Write weights to a file that needs no torch.
 
-    FILE appears as a whole or not at all.
+    With their transforms, class names and origin. FILE appears as a whole or not at all.
     """
     from ..weights_store import convert as convert_weights
 
