@@ -129,6 +129,10 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     try:
+        with path.open("rb") as file:
+            if file.read(6) != b"\x93NUMPY" and not zipfile.is_zipfile(path):
+                # NumPy takes such a file for a pickle, and its text advises allow_pickle, which would run its code.
+                raise ValueError("it is no complete zip archive")
         archive = np.load(path, allow_pickle=False)
         if isinstance(archive, np.ndarray):
             raise ValueError("it holds one array, not an archive of named arrays")

@@ -220,6 +220,7 @@ def damaged_files() -> dict[str, tuple[bytes, str]]:
         "short.safetensors": (b"\x01", "cannot be read as a safetensors file"),
         "huge.safetensors": (struct.pack("<Q", 2**62) + b"{}", "cannot be read as a safetensors file"),
         "lfs.pth": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "git lfs pull"),
+        "other.npz": (b"garbage", r"cannot be read as an npz file of plain arrays: it is no complete zip archive$"),
         "page.npz": (b"<!DOCTYPE html><html></html>", "web page"),
         "torch.npz": (pth, "looks like a torch file"),
         "npz.safetensors": (npz, "looks like an npz file"),

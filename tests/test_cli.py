@@ -205,3 +205,20 @@ def test_a_terminal_of_40_columns_loses_no_letter(folder, arguments):
     assert max(map(len, narrow.splitlines())) <= 40
     wide = run(*arguments, folder=folder).out
     assert sorted("".join(narrow.split())) == sorted("".join(wide.split()))
+
+
+def test_an_error_of_the_gpu_is_a_message_and_any_other_fault_a_traceback(monkeypatch, capsys):
+    def fail(error):
+        def load(*arguments, **options):
+            raise error("cudaErrorIllegalAddress: an illegal memory access was encountered")
+
+        return load
+
+    from_cuda = type("CUDARuntimeError", (RuntimeError,), {"__module__": "cupy_backends.cuda.api.runtime"})
+    monkeypatch.setattr("cupy_resnet.model.load", fail(from_cuda))
+    done = run_here(monkeypatch, capsys, "predict", "a.jpg")
+    assert done.status == 1
+    assert done.err == "error: cudaErrorIllegalAddress: an illegal memory access was encountered\n"
+    monkeypatch.setattr("cupy_resnet.model.load", fail(RuntimeError))
+    with pytest.raises(RuntimeError, match="cudaErrorIllegalAddress"):
+        run_here(monkeypatch, capsys, "predict", "a.jpg")

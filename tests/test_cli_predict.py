@@ -163,6 +163,16 @@ def test_the_output_may_be_a_link_or_stdout(folder):
         assert len(done.out.splitlines()) == 3
 
 
+def test_stdout_that_is_a_file_is_appended_to_and_not_replaced(folder):
+    arguments = ["predict", "photos", *MODEL, "--output", "/dev/stdout", "--format", "jsonl"]
+    with (folder / "log").open("w") as log:
+        log.write("before\n")
+        log.flush()
+        subprocess.run([*COMMAND, *arguments], stdout=log, cwd=folder, env=environment(), timeout=100, check=True)
+    first, *rest = (folder / "log").read_text().splitlines()
+    assert (first, len(rest)) == ("before", 3)
+
+
 def test_names_from_stdin_in_their_place(folder):
     done = predict("photos/c.png", "-", "--format", "jsonl", folder=folder, stdin=b"photos/b.png\r\n\nphotos/a.png")
     paths = [json.loads(line)["path"] for line in done.out.splitlines()]

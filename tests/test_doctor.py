@@ -181,7 +181,10 @@ def test_without_torch(examine, monkeypatch):
 def test_an_engine_variable_that_names_no_engine(examine, monkeypatch):
     monkeypatch.setenv("CUPY_RESNET_ENGINE", "gpu")
     assert examine()["engine"][0].fix == "unset CUPY_RESNET_ENGINE"
-    assert not doctor.examine().works
+    monkeypatch.setattr(doctor.cuda, "obstacle", lambda: "no GPU")
+    diagnosis = doctor.examine()
+    assert not diagnosis.works
+    assert "use the NumPy engine" not in diagnosis.verdict, "that is the one that cannot work"
 
 
 def test_embedded_weights_that_are_damaged(examine, monkeypatch, tmp_path):

@@ -127,7 +127,13 @@ def test_uint16_and_bool() -> None:
 
 @pytest.mark.parametrize(
     ("worst", "advice"),
-    [(254.0, "divide by 255, or pass uint8"), (-2.1, "before normalisation"), (1.0001, "divide"), (np.inf, "before")],
+    [
+        (254.0, "divide by 255, or pass uint8"),
+        (-2.1, "before normalisation"),
+        (1.0001, "clip"),
+        (-0.1, "clip"),
+        (np.inf, "before"),
+    ],
 )
 def test_floats_out_of_range_are_an_error_that_says_so(worst: float, advice: str) -> None:
     pixels = np.full((6, 5, 3), 0.5, np.float32)

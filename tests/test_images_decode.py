@@ -161,7 +161,7 @@ def test_mode_f_by_its_range() -> None:
 
     np.testing.assert_array_equal(pixels(mode_f(0, 0.5, 1))[0, :, 0], [0, 128, 255])
     np.testing.assert_array_equal(pixels(mode_f(0, 127.6, 255))[0, :, 0], [0, 128, 255])
-    for values in ((-0.5, 1), (0, 300), (0, np.nan), (0, np.inf)):
+    for values in ((-0.5, 1), (0, 1.02), (0, 300), (0, np.nan), (0, np.inf)):
         with pytest.raises(ImageError, match="mode F with values"):
             first(mode_f(*values))
 

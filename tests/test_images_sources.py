@@ -234,6 +234,7 @@ def test_names_that_cannot_be_used(name, reason: str) -> None:
     with pytest.raises(ImageError) as caught:
         decode(source)
     assert any(part in caught.value.reason for part in reason.split("|"))
+    assert not str(caught.value).startswith(":")
 
 
 # --- memory and objects -----------------------------------------------------------------------------------------------
@@ -322,8 +323,14 @@ def test_what_is_no_image_is_named_by_its_type(value) -> None:
 
 def test_lists_of_numbers_and_lists_in_themselves() -> None:
     assert "pass numpy.array(list, dtype=numpy.uint8)" in refusal([1, 2, 3])
-    rows = list(expand([[0, 1], [2, 3]]))
-    assert len(rows) == 2
+    for nested, images in (
+        ([[0, 1], [2, 3]], 1),
+        (np.zeros((5, 4, 3)).tolist(), 1),
+        (np.zeros((2, 5, 4, 3)).tolist(), 2),
+    ):
+        sources = list(expand(nested))
+        assert len(sources) == images, "one per image, not per row"
+        assert all("a list of numbers" in str(source.payload) for source in sources)
     circle: list = []
     circle.append(circle)
     assert "nested more than 8 deep" in refusal(circle)

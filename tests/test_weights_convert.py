@@ -205,6 +205,8 @@ def test_old_leftovers_are_cleared_and_fresh_ones_are_not(tmp_path: Path) -> Non
     old.touch()
     fresh.touch()
     os.utime(old, (0, 0))
+    a_day_ago = time.time() - 24 * 3600  # a long run that writes at its end
+    os.utime(fresh, (a_day_ago, a_day_ago))
     convert("resnet20", STATE, tmp_path / "a.safetensors")
     assert {path.name for path in tmp_path.iterdir()} == {".writing-fresh", "a.safetensors"}
 

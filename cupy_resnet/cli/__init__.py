@@ -40,7 +40,8 @@ def main() -> None:
     except RuntimeError as error:
         from ..weights_store import WeightsUnavailableError
 
-        if not isinstance(error, WeightsUnavailableError):
+        from_cuda = type(error).__module__.partition(".")[0] in ("cupy", "cupy_backends")
+        if not (from_cuda or isinstance(error, WeightsUnavailableError)):
             raise
         _fail(error)
 

@@ -96,6 +96,7 @@ def info(
     from ..networks import describe
     from ..summary import summarize
     from ..weights_store import split_name
+    from ..weights_store.resolving import default_transforms
 
     name = split_name(model)[0]
     found = _find_weights(model, weights)
@@ -103,7 +104,7 @@ def info(
     network = describe(name, num_classes=classes, in_channels=channels)
     if found is not None:
         verify(found.state, network.tensor_table(), name)
-    transforms = _default_transforms(network.default_size) if found is None else found.transforms
+    transforms = default_transforms(name) if found is None else found.transforms
     pixels = size or transforms["crop"]
     summary = summarize(network, (batch, network.in_channels, pixels, pixels))
     family = "imagenet" if network.stem_max_pool else "cifar"
@@ -144,13 +145,6 @@ def _find_weights(model: str, weights: str | None) -> "Weights | None":
                 raise
             say(f"weights: {error}")
             return None
-
-
-def _default_transforms(size: int) -> dict[str, Any]:
-    from ..images import Transforms
-
-    transforms = Transforms.preset("IMAGENET1K_V1")
-    return (transforms if transforms.crop == size else transforms.replace(resize=size, crop=size)).to_dict()
 
 
 def _categories(num_classes: int, family: str, found: "Weights | None") -> list[str] | None:

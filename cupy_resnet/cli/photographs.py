@@ -109,7 +109,7 @@ def predict(
     Exit status 1 if any image failed. A failed run leaves FILE of --output as it was.
     """
     from ..model import load
-    from .results import FORMATS, STREAMING, format_of, on_terminal, opened
+    from .results import FORMATS, STREAMING, format_of, is_stdout, on_terminal, opened
 
     name = format or format_of(output)
     stderr_is_terminal = sys.stderr.isatty() and not quiet
@@ -142,7 +142,7 @@ def predict(
             progress=stderr_is_terminal and not (name in STREAMING and on_terminal(output)),
         )
         writer = FORMATS[name](file)
-        done, failed = _write(results, writer, keep_part=output in (None, "-"))
+        done, failed = _write(results, writer, keep_part=is_stdout(output))
         seconds = time.perf_counter() - begin
     if not quiet:
         say(

@@ -111,6 +111,14 @@ FORMATS: dict[str, type[TableWriter | JsonWriter | JsonLinesWriter | CsvWriter]]
 }
 STREAMING = ("jsonl", "csv")
 
+_STDOUT = (None, "-", "/dev/stdout")
+"""What `--output` calls stdout. The last may be a file by another name, which must not be replaced under its owner."""
+
+
+def is_stdout(output: str | None) -> bool:
+    """Returns whether results go to stdout."""
+    return output in _STDOUT
+
 
 def format_of(output: str | None) -> str:
     """Returns the format that a file's name asks for: ``"table"`` unless it ends in another one's name."""
@@ -120,7 +128,7 @@ def format_of(output: str | None) -> str:
 
 @contextlib.contextmanager
 def opened(output: str | None) -> Iterator[TextIO]:
-    """Gives the file to write results to: stdout for None and ``-``, a device or pipe as it is, else a temporary file.
+    """Gives the file to write results to: stdout by any of its names, a device or pipe as it is, else a temporary file.
 
     The last lies in the folder of `output` and takes its place at the end of the block, unless that raises: whoever
     reads `output` sees what was there before or everything, also if this process is killed.
@@ -128,7 +136,7 @@ def opened(output: str | None) -> Iterator[TextIO]:
     Raises:
         OSError: the folder does not exist or cannot be written, or `output` is a folder.
     """
-    if output is None or output == "-":
+    if output is None or is_stdout(output):
         yield sys.stdout
         return
     path = Path(output).expanduser()
@@ -156,4 +164,4 @@ def _open_text(path: Path) -> TextIO:
 
 def on_terminal(output: str | None) -> bool:
     """Returns whether results appear on the terminal while they are written."""
-    return output in (None, "-") and sys.stdout.isatty()
+    return is_stdout(output) and sys.stdout.isatty()

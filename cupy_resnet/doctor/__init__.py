@@ -36,6 +36,8 @@ class Diagnosis:
         name = {"cuda": "CUDA", "numpy": "NumPy"}[self.engine]
         if self.works:
             return f"Ready: predictions run on the {name} engine."
+        if self.engine == "numpy":
+            return "Not ready: something stands in the way of every engine; see above."
         return (
             f"Not ready: the {name} engine would be used, and it cannot work; see above. "
             f"Until then use the NumPy engine: export {environment.ENGINE.name}=numpy"

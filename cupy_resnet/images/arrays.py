@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from .colors import scale_to_uint8
+from .colors import OVERSHOOT, scale_to_uint8
 from .errors import RefusedError
 
 _CHANNELS = (1, 3, 4)
@@ -113,7 +113,9 @@ def _to_uint8(pixels: np.ndarray) -> np.ndarray:
         place = tuple(int(i) for i in np.argwhere(np.isnan(pixels))[0])
         raise RefusedError(f"{what} contain NaN, the first at {place} of shape {pixels.shape}")
     if low < 0 or high > 1:
-        if low >= 0 and high <= 255:
+        if low >= -OVERSHOOT and high <= 1 + OVERSHOOT:
+            advice = "clip what a resize or rounding pushed beyond, numpy.clip(array, 0, 1)"
+        elif low >= 0 and high <= 255:
             advice = "divide by 255, or pass uint8"
         else:
             advice = "pass pixels as they are before normalisation"

@@ -11,7 +11,7 @@
 | 1, L, P, RGB, I;16, I with a transparent colour or palette (``info["transparency"]``) | composited on white |
 | I;16, I;16L, I;16B, I;16N | 0–65535 scaled to 0–255 and rounded, grey |
 | I | the same; values that all lie in 0–255 are taken as they are; beyond 0–65535 it is refused |
-| F | 0–1 scaled to 0–255 and rounded, grey; values beyond 1 but in 0–255 are taken as they are; others are refused |
+| F | 0–1 scaled to 0–255 and rounded, grey; with values beyond 1.25 and in 0–255, as they are; others are refused |
 
 White is what cut-outs and icons are shown on; whatever colour a file hides under full transparency never appears.
 ICC profiles are ignored, as torchvision ignores them, so that opaque images become what ``convert("RGB")`` makes them.
@@ -21,6 +21,9 @@ import numpy as np
 from PIL import Image
 
 from .errors import RefusedError
+
+OVERSHOOT = 0.25
+"""How far a resize with a cubic or Lanczos filter takes floats out of 0–1; what lies beyond has another range."""
 
 _WHITE = (255, 255, 255)
 
@@ -54,6 +57,8 @@ def _deep_to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         if not (low >= 0 and high <= 255):  # written so that NaN is refused
             raise RefusedError(f"mode F with values from {low:g} to {high:g}: floats must lie in 0–1 or in 0–255")
+        if 1 < high <= 1 + OVERSHOOT:  # as 0–255 it would be black
+            raise RefusedError(f"mode F with values from {low:g} to {high:g}: clip what a resize pushed beyond 0–1")
         grey = np.rint(values * (255.0 if high <= 1 else 1.0)).astype(np.uint8)
     elif low < 0 or high > 65535:
         raise RefusedError(f"mode {image.mode} with values from {low} to {high}: they must lie in 0–65535")

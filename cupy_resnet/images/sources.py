@@ -38,7 +38,7 @@ class Source:
     @property
     def name(self) -> str:
         """What messages call it: the path, or ``image 3``."""
-        return f"image {self.index}" if self.path is None else self.path
+        return self.path or f"image {self.index}"
 
 
 def expand(inputs: Any, *, recursive: bool = True) -> Iterator[Source]:
@@ -88,7 +88,7 @@ def _expand(value: Any, recursive: bool, *, lasting: bool, depth: int) -> Iterat
         lasting = lasting and isinstance(value, list | tuple)
         if depth == _NESTING:
             yield None, RefusedError(f"lists are nested more than {_NESTING} deep")
-        elif lasting and value and isinstance(value[0], Number):  # type: ignore[index]
+        elif lasting and _is_image_of_numbers(value):
             yield None, RefusedError("a list of numbers is not an image; pass numpy.array(list, dtype=numpy.uint8)")
         else:
             for item in value:
@@ -96,6 +96,17 @@ def _expand(value: Any, recursive: bool, *, lasting: bool, depth: int) -> Iterat
     else:
         hint = " (cv2.imread returns None for a file it cannot read)" if value is None else ""
         yield None, RefusedError(f"an object of type {type(value).__name__} is not an image{hint}; pass {_ACCEPTED}")
+
+
+def _is_image_of_numbers(value: Any) -> bool:
+    """Returns whether a list is what ``tolist`` makes of a row, a grey or a color image: one input, not one per row."""
+    for _ in range(3):
+        if not (isinstance(value, list | tuple) and value):
+            return False
+        value = value[0]
+        if isinstance(value, Number):
+            return True
+    return False
 
 
 def _expand_name(value: str | os.PathLike[Any], recursive: bool) -> Iterator[tuple[str, Payload]]:

@@ -134,7 +134,7 @@ def _find(model: str, weights: Any, progress: Progress | None) -> Weights:
         return _from_file(network, Path(weights).expanduser())
     state = read_state_dict(weights)
     return Weights(
-        model=network, name="state dict", state=state, source="a state dict", transforms=_default_transforms(network)
+        model=network, name="state dict", state=state, source="a state dict", transforms=default_transforms(network)
     )
 
 
@@ -157,11 +157,12 @@ def _from_file(network: str, path: Path) -> Weights:
         raise CheckpointError(f"{path} holds weights of {written_for}, not of {network}")
     sha256 = file_sha256(path)
     # A folder's name is nobody else's business: metadata made from this travels with the weights.
-    known: dict[str, Any] = {"source": path.name, "source_sha256": sha256, "transforms": _default_transforms(network)}
+    known: dict[str, Any] = {"source": path.name, "source_sha256": sha256, "transforms": default_transforms(network)}
     known |= described(metadata, str(path))
     return Weights(model=network, name=path.name, state=state, sha256=sha256, path=path, **known)
 
 
-def _default_transforms(network: str) -> dict[str, Any]:
+def default_transforms(network: str) -> dict[str, Any]:
+    """Returns the transforms of weights that come without any: `DEFAULT_PRESET` at the network's own image size."""
     transforms, size = Transforms.preset(DEFAULT_PRESET), describe(network).default_size
     return (transforms if transforms.crop == size else transforms.replace(resize=size, crop=size)).to_dict()

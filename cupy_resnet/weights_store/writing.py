@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _TEMPORARY = ".writing-"
-_STALE_SECONDS = 3600
+_STALE_SECONDS = 7 * 24 * 3600  # a night's run writes its JSON or table at the end: its file is old, yet in use
 
 
 def write_file(path: Path, content: bytes) -> None:
     """Writes a file, replacing an existing one: under a temporary name, to the disk, then renamed.
 
     A process killed at any moment leaves what was there before; its temporary file is removed by a later call in the
-    same folder, an hour after it was last written.
+    same folder, a week after it was last written.
 
     Raises:
         OSError: the folder cannot be made or written, or the disk is full; nothing is left behind.
