@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .cuda_errors import lost_context_explained
 from .engines.base import Array, Ops
 
 Restore = Callable[[Array], Any]
@@ -53,13 +54,23 @@ def exchanged(x: Any, ops: Ops) -> Iterator[tuple[Array, Restore]]:
         ValueError: a GPU array on another device than the engine's.
     """
     kind = kind_of(x)
-    if kind == "torch":
-        with _torch(x, ops) as exchange:
-            yield exchange
-        return
+    with lost_context_explained(), (_torch if kind == "torch" else _numpy_or_cupy)(x, ops) as exchange:
+        yield exchange
+
+
+def to_nhwc(ops: Ops, x: Array) -> Array:
+    """(N, C, H, W) of any strides to the engine's NHWC; memory that is NHWC already (channels last) is not permuted."""
+    nhwc = x.transpose(0, 2, 3, 1)
+    if nhwc.flags.c_contiguous:
+        return ops.asarray(nhwc)
+    return ops.nchw_to_nhwc(ops.asarray(x))
+
+
+@contextmanager
+def _numpy_or_cupy(x: Any, ops: Ops) -> Iterator[tuple[Array, Restore]]:
     _check_floating(x.dtype.kind == "f", x.dtype)
     x = x if x.dtype == np.float32 else x.astype(np.float32)
-    if kind == "numpy":
+    if isinstance(x, np.ndarray):
         yield x, ops.to_numpy
     elif ops.name == "cuda":
         _check_device(x.device.id, ops)
@@ -69,14 +80,6 @@ def exchanged(x: Any, ops: Ops) -> Iterator[tuple[Array, Restore]]:
         cupy: Any = sys.modules["cupy"]
         with x.device:
             yield x.get(), cupy.asarray
-
-
-def to_nhwc(ops: Ops, x: Array) -> Array:
-    """(N, C, H, W) of any strides to the engine's NHWC; memory that is NHWC already (channels last) is not permuted."""
-    nhwc = x.transpose(0, 2, 3, 1)
-    if nhwc.flags.c_contiguous:
-        return ops.asarray(nhwc)
-    return ops.nchw_to_nhwc(ops.asarray(x))
 
 
 @contextmanager

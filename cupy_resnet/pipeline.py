@@ -17,6 +17,7 @@ from typing import Any, TypedDict, cast
 import numpy as np
 
 from .batching import activation_bytes, default_batch_size
+from .cuda_errors import lost_context_explained
 from .engines.base import Ops
 from .engines.transfers import SLOTS, Download, Transfers, make_transfers
 from .images import Transforms, expand
@@ -112,6 +113,7 @@ def predictions(classifier: Classifier, inputs: Any, options: Options) -> Iterat
         Exception: whatever iterating over the inputs raises.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(lost_context_explained())
         advance: Callable[[], None] = lambda: None  # noqa: E731
         if options.progress:
             from .progress import image_progress

@@ -22,6 +22,7 @@ ARROWS = {
     "errors": set(),
     "environment": set(),
     "resources": set(),
+    "cuda_errors": set(),
     "__main__": {"cli"},
     "cli": {
         *("", "_names", "checkpoints", "conv2d", "demo", "doctor", "environment", "errors", "explanation", "images"),
@@ -37,7 +38,7 @@ ARROWS = {
         *("pipeline", "prediction", "progress", "weights_store"),
     },
     "pipeline": {
-        *("batching", "engines.base", "engines.transfers", "images", "networks"),
+        *("batching", "cuda_errors", "engines.base", "engines.transfers", "images", "networks"),
         *("prediction", "preparation", "progress"),
     },
     "preparation": {"images"},
@@ -45,7 +46,7 @@ ARROWS = {
     "progress": {"jit"},
     "prediction": set(),
     "explanation": {"binding", "conv2d", "engines.shape_engine", "networks"},
-    "arrays": {"engines.base"},
+    "arrays": {"cuda_errors", "engines.base"},
     "binding": {"checkpoints", "engines.base", "engines.shape_engine", "errors", "networks"},
     "checkpoints": {"checkpoint_files", "errors"},
     "checkpoint_files": {"errors"},
