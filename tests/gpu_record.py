@@ -5,16 +5,16 @@ compiles and launches them, and the outcome of every test id. `tests/conftest.py
 file after a full run; `tests/test_gpu_record.py` fails when it does not match the repository.
 """
 
-import datetime
 import hashlib
 import json
 import os
-import platform
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from cupy_resnet.proof.machine import describe_machine
+from cupy_resnet.weights_store.writing import write_file
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
@@ -37,33 +37,10 @@ def hashes() -> dict[str, str]:
     return {"kernels": digest(KERNELS), "launchers": digest(LAUNCHERS)}
 
 
-def environment() -> dict[str, str]:
-    """Device and versions of this machine."""
-    import cupy
-
-    properties = cupy.cuda.runtime.getDeviceProperties(0)
-    driver = cupy.cuda.runtime.driverGetVersion()
-    nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
-    return {
-        "device": properties["name"].decode(),
-        "driver_cuda": f"{driver // 1000}.{driver % 1000 // 10}",
-        "cupy": cupy.__version__,
-        "nvrtc": nvrtc,
-        "python": platform.python_version(),
-    }
-
-
 def write(path: Path, outcomes: dict[str, str]) -> None:
     """Writes the record atomically."""
-    record: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        **environment(),
-        "sha256": hashes(),
-        "outcomes": dict(sorted(outcomes.items())),
-    }
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        json.dump(record, file, indent=0, ensure_ascii=False)
-    Path(file.name).replace(path)
+    record = {**describe_machine(), "sha256": hashes(), "outcomes": dict(sorted(outcomes.items()))}
+    write_file(path, json.dumps(record, indent=0, ensure_ascii=False).encode())
 
 
 class Recorder:

@@ -58,7 +58,10 @@ ARROWS = {
         "images.transforms",
     },
     "proof": set(),
-    "proof.ladder": {"binding", "conv2d", "engines.cuda_engine", "engines.shape_engine", "networks"},
+    "proof.ladder": {
+        *("binding", "conv2d", "engines.cuda_engine", "engines.shape_engine", "networks"),
+        "weights_store.writing",
+    },
     "proof.machine": set(),
     "proof.tables": set(),
     "engines": set(),

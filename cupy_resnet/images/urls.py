@@ -205,7 +205,9 @@ def _ascii(url: str) -> str:
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc.encode("idna").decode(), path, query, ""))
 
 
-class _Connection(http.client.HTTPConnection):
+class _Registered(http.client.HTTPConnection):
+    """A connection whose socket the client knows, to cut it when time is up."""
+
     def __init__(self, client: _Client, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._client = client
@@ -215,14 +217,8 @@ class _Connection(http.client.HTTPConnection):
         self._client.register(self.sock)
 
 
-class _SecureConnection(http.client.HTTPSConnection):
-    def __init__(self, client: _Client, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._client = client
-
-    def connect(self) -> None:
-        super().connect()
-        self._client.register(self.sock)
+class _RegisteredSecure(_Registered, http.client.HTTPSConnection):
+    """The same over TLS."""
 
 
 class _HTTPHandler(urllib.request.HTTPHandler):
@@ -231,7 +227,7 @@ class _HTTPHandler(urllib.request.HTTPHandler):
         self._client = client
 
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(functools.partial(_Connection, self._client), req)
+        return self.do_open(functools.partial(_Registered, self._client), req)
 
 
 class _HTTPSHandler(urllib.request.HTTPSHandler):
@@ -240,4 +236,4 @@ class _HTTPSHandler(urllib.request.HTTPSHandler):
         self._client = client
 
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(functools.partial(_SecureConnection, self._client), req)
+        return self.do_open(functools.partial(_RegisteredSecure, self._client), req)

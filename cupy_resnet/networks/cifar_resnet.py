@@ -5,12 +5,11 @@ them before and half after, so that a shortcut has no parameters. The classifier
 checkpoints of this family in circulation.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .layers import BatchNorm2d, Conv2d, Linear, conv_bn
-from .network import LayerMap, Network
+from .network import Block, Network
 
 if TYPE_CHECKING:
     from ..engines.base import Array, Ops
@@ -19,7 +18,7 @@ BLOCKS_PER_STAGE = {"resnet20": 3, "resnet32": 5, "resnet44": 7, "resnet56": 9, 
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class OptionABlock:
+class OptionABlock(Block):
     """Two 3×3 convolutions around a shortcut without parameters."""
 
     conv1: Conv2d
@@ -34,14 +33,6 @@ class OptionABlock:
             identity = ops.pad_channels(x, before, new_channels - before, stride=self.conv1.stride)
         y = conv_bn(ops, x, self.conv1, relu=True)
         return conv_bn(ops, y, self.conv2, residual=identity, relu=True)
-
-    def convolutions(self) -> Iterator[Conv2d]:
-        """Yields the convolutions in parameter order."""
-        yield from (self.conv1, self.conv2)
-
-    def map_layers(self, function: LayerMap) -> Self:
-        """Returns the block with `function` applied to each convolution."""
-        return replace(self, conv1=function(self.conv1), conv2=function(self.conv2))
 
 
 def build(name: str, *, num_classes: int = 10, in_channels: int = 3) -> Network:

@@ -1,7 +1,7 @@
 """What every network of the package is: a description that binds to an engine and runs there."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from .layers import Conv2d, Linear, conv_bn
@@ -20,17 +20,25 @@ class LayerMap(Protocol):
     def __call__(self, layer: Layer) -> Layer: ...
 
 
-class Block(Protocol):
-    """A residual block."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """A residual block: a dataclass whose fields are its convolutions, in torchvision's parameter order, or None."""
 
     def __call__(self, ops: "Ops", x: "Array") -> "Array":
         """(N, H, W, C) to (N, P, Q, K)."""
+        raise NotImplementedError
 
     def convolutions(self) -> Iterator[Conv2d]:
         """Yields the block's convolutions in torchvision's parameter order."""
+        yield from self._named().values()
 
     def map_layers(self, function: LayerMap) -> Self:
         """Returns the same block with `function` applied to each convolution."""
+        return replace(self, **{name: function(conv) for name, conv in self._named().items()})
+
+    def _named(self) -> dict[str, Conv2d]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: conv for name, conv in values.items() if conv is not None}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

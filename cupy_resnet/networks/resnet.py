@@ -5,19 +5,18 @@ Networks" (BMVC 2016), Xie et al., "Aggregated Residual Transformations for Deep
 Bottlenecks are v1.5: a stage's stride sits on its first 3×3 convolution, not on the 1×1 before it as in the paper.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .layers import BatchNorm2d, Conv2d, Linear, conv_bn
-from .network import Block, LayerMap, Network
+from .network import Block, Network
 
 if TYPE_CHECKING:
     from ..engines.base import Array, Ops
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class BasicBlock:
+class BasicBlock(Block):
     """Two 3×3 convolutions around an identity or 1×1 shortcut."""
 
     conv1: Conv2d
@@ -30,24 +29,9 @@ class BasicBlock:
         y = conv_bn(ops, x, self.conv1, relu=True)
         return conv_bn(ops, y, self.conv2, residual=identity, relu=True)
 
-    def convolutions(self) -> Iterator[Conv2d]:
-        """Yields the convolutions in torchvision's parameter order."""
-        yield from (self.conv1, self.conv2)
-        if self.downsample is not None:
-            yield self.downsample
-
-    def map_layers(self, function: LayerMap) -> Self:
-        """Returns the block with `function` applied to each convolution."""
-        return replace(
-            self,
-            conv1=function(self.conv1),
-            conv2=function(self.conv2),
-            downsample=None if self.downsample is None else function(self.downsample),
-        )
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Bottleneck:
+class Bottleneck(Block):
     """1×1, 3×3 (stride and groups here), 1×1 around an identity or 1×1 shortcut."""
 
     conv1: Conv2d
@@ -61,22 +45,6 @@ class Bottleneck:
         y = conv_bn(ops, x, self.conv1, relu=True)
         y = conv_bn(ops, y, self.conv2, relu=True)
         return conv_bn(ops, y, self.conv3, residual=identity, relu=True)
-
-    def convolutions(self) -> Iterator[Conv2d]:
-        """Yields the convolutions in torchvision's parameter order."""
-        yield from (self.conv1, self.conv2, self.conv3)
-        if self.downsample is not None:
-            yield self.downsample
-
-    def map_layers(self, function: LayerMap) -> Self:
-        """Returns the block with `function` applied to each convolution."""
-        return replace(
-            self,
-            conv1=function(self.conv1),
-            conv2=function(self.conv2),
-            conv3=function(self.conv3),
-            downsample=None if self.downsample is None else function(self.downsample),
-        )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ bias, residual or ReLU, since torch computes those in kernels of their own.
 import argparse
 import json
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from ..binding import bind_shapes
 from ..conv2d import VARIANTS, Conv2dProblem
 from ..engines.shape_engine import ShapeArray, ShapeEngine
 from ..networks import describe
+from ..weights_store.writing import write_file
 from .machine import describe_machine
 
 CUDNN = ("cudnn_nchw", "cudnn_nhwc")
@@ -192,9 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, required=True, help="where to store the report")
     options = parser.parse_args(arguments)
     report = measure(options.model, options.batch, options.samples, options.milliseconds, options.commit)
-    with tempfile.NamedTemporaryFile("w", dir=options.json.parent, suffix=".part", delete=False) as file:
-        json.dump(report, file, indent=1, ensure_ascii=False)
-    Path(file.name).replace(options.json)
+    write_file(options.json, json.dumps(report, indent=1, ensure_ascii=False).encode())
 
 
 if __name__ == "__main__":
