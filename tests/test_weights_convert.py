@@ -211,17 +211,20 @@ def test_old_leftovers_are_cleared_and_fresh_ones_are_not(tmp_path: Path) -> Non
     assert {path.name for path in tmp_path.iterdir()} == {".writing-fresh", "a.safetensors"}
 
 
+# A disk that takes its time keeps every file unfinished for long enough to be killed there.
 PROGRAM = """
-import sys
+import os, sys, time
 sys.path.insert(0, {root!r})
 from cupy_resnet.networks import describe, random_state_dict
-from cupy_resnet.weights_store import convert
+from cupy_resnet.weights_store import convert, writing
 states = [random_state_dict(describe("resnet110"), seed) for seed in (0, 1)]
-print("ready", flush=True)
+fsync = os.fsync
+writing.os.fsync = lambda descriptor: (time.sleep(0.05), fsync(descriptor))
 while True:
     for state in states:
         convert("resnet110", state, {folder!r} + "/a.safetensors")
         convert("resnet110", state, {folder!r} + "/a.json")
+    print("ready", flush=True)
 """
 
 
@@ -237,15 +240,23 @@ def test_a_process_killed_while_converting_leaves_nothing_half_written(tmp_path:
     network = describe("resnet110")
     whole = [random_state_dict(network, seed)["conv1.weight"].tobytes() for seed in (0, 1)]
     delays = random.Random(0)
-    found = leftovers = 0
+    leftovers: set[str] = set()
+
+    def unfinished() -> set[str]:
+        return {path.name for path in tmp_path.iterdir() if path.name.startswith(".writing-")} - leftovers
+
+    found = 0
     for _ in range(6):
         program = PROGRAM.format(root=str(ROOT), folder=str(tmp_path))
         with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             time.sleep(delays.uniform(0.01, 0.4))
+            deadline = time.monotonic() + 60
+            while not unfinished() and time.monotonic() < deadline:
+                pass
             process.send_signal(signal.SIGKILL)
-        leftovers += sum(path.name.startswith(".writing-") for path in tmp_path.iterdir())
+        leftovers |= unfinished()
         for path in (tmp_path / "a.safetensors", tmp_path / "a.json"):
             if not path.exists():
                 continue
