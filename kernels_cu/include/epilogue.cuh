@@ -4,6 +4,8 @@
 // cost one extra read (the residual) instead of a pass over the tensor each.
 #pragma once
 
+#include "element.cuh"
+
 // ReLU that keeps NaN: fmaxf(x, 0) and x > 0 ? x : 0 would both turn it into 0.
 __device__ __forceinline__ float relu_of(float x) { return x < 0.0f ? 0.0f : x; }
 
@@ -36,4 +38,52 @@ struct Epilogue {
     static __device__ __forceinline__ float4 add(float4 a, float4 b) {
         return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
     }
+};
+
+// The same for 8 neighbouring outputs of one pixel, in the tensor's own element type.
+template <typename Element>
+struct Epilogue8 {
+    const float* bias;        // [K] or null
+    const Element* residual;  // the output's shape, or null
+    int with_relu;
+
+    // Filters k .. k + columns − 1; the others' bias is 0.
+    __device__ __forceinline__ void load_bias(float (&values)[8], int k, int columns) const {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) values[c] = bias && c < columns ? bias[k + c] : 0.0f;
+    }
+
+    // Stores the first `columns` of 8 outputs at element `offset` of y. WHOLE: columns is 0 or 8 and offset a multiple
+    // of 8, so that chunks of 16 bytes are moved.
+    template <bool WHOLE>
+    __device__ __forceinline__ void store(Element* y, long long offset, int columns, const float (&sums)[8],
+                                          const float (&bias)[8]) const {
+        constexpr int SIZE = PER_CHUNK<Element>;
+        if constexpr (WHOLE) {
+            if (columns == 0) return;
+#pragma unroll
+            for (int c = 0; c < 8; c += SIZE) {
+                float values[SIZE];
+                if (residual) {
+                    unpack<Element>(load_chunk(residual + offset + c), values);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < SIZE; ++i) values[i] = 0.0f;
+                }
+#pragma unroll
+                for (int i = 0; i < SIZE; ++i) values[i] = finish(sums[c + i] + bias[c + i] + values[i]);
+                store_chunk(y + offset + c, pack<Element>(values));
+            }
+        } else {
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                if (c >= columns) continue;
+                const float value = sums[c] + bias[c] + (residual ? to_float(residual[offset + c]) : 0.0f);
+                y[offset + c] = from_float<Element>(finish(value));
+            }
+        }
+    }
+
+  private:
+    __device__ __forceinline__ float finish(float value) const { return with_relu ? relu_of(value) : value; }
 };
