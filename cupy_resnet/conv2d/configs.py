@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from .precision import PRECISIONS
+
 
 class Config(Protocol):
     """What is fixed when a kernel is compiled. Configurations compare, hash and print."""
 
-    def defines(self) -> dict[str, int]:
+    def defines(self) -> dict[str, int | str]:
         """The ``#define``s of this configuration."""
 
 
@@ -15,7 +17,7 @@ class Config(Protocol):
 class NoConfig:
     """A kernel with a single form."""
 
-    def defines(self) -> dict[str, int]:
+    def defines(self) -> dict[str, int | str]:
         return {}
 
     def __str__(self) -> str:
@@ -28,7 +30,7 @@ class SgemmConfig:
 
     vector: int
 
-    def defines(self) -> dict[str, int]:
+    def defines(self) -> dict[str, int | str]:
         return {"VECTOR": self.vector}
 
     def __str__(self) -> str:
@@ -58,7 +60,7 @@ class ImplicitGemmConfig:
         """Threads per block."""
         return self.tile_m * self.tile_n // (self.thread_m * self.thread_n)
 
-    def defines(self) -> dict[str, int]:
+    def defines(self) -> dict[str, int | str]:
         return {
             "TILE_M": self.tile_m,
             "TILE_N": self.tile_n,
@@ -94,11 +96,130 @@ class WinogradConfig:
         """Bytes of dynamic shared memory per block."""
         return 2 * 16 * self.chunk * (self.TILES + self.TILE_K) * 4
 
-    def defines(self) -> dict[str, int]:
+    def defines(self) -> dict[str, int | str]:
         return {"CHUNK": self.chunk, "UNROLL": self.unroll}
 
     def __str__(self) -> str:
         return f"32 tiles × 64 filters, {self.chunk} channels per step"
+
+
+@dataclass(frozen=True)
+class MmaConfig:
+    """conv2d_mma.cu.
+
+    Args:
+        precision: name of the arithmetic.
+        tile_m, tile_n: pixels and filters per block.
+        warp_m, warp_n: pixels and filters per warp.
+        stages: slices of both operands in shared memory.
+        min_blocks: blocks per multiprocessor that the register budget allows.
+        aligned: whether 16 bytes are loaded and stored at once, or element by element.
+        split_k_slices: blocks that share a tile, each computing a part of the depth.
+        merged_groups: groups computed as one, with a filter that is zero between them.
+    """
+
+    precision: str
+    tile_m: int
+    tile_n: int
+    warp_m: int
+    warp_n: int
+    stages: int
+    min_blocks: int
+    aligned: bool = True
+    split_k_slices: int = 1
+    merged_groups: int = 1
+
+    ROW_BYTES = 128
+
+    @property
+    def tile_k(self) -> int:
+        """Depth of a slice, in elements."""
+        return self.ROW_BYTES // PRECISIONS[self.precision].element_size
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return 32 * (self.tile_m // self.warp_m) * (self.tile_n // self.warp_n)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of dynamic shared memory per block."""
+        return self.stages * (self.tile_m + self.tile_n) * self.ROW_BYTES + 16 * self.tile_m
+
+    def defines(self) -> dict[str, int | str]:
+        arithmetic = PRECISIONS[self.precision]
+        return {
+            **arithmetic.defines(),
+            "TILE_M": self.tile_m,
+            "TILE_N": self.tile_n,
+            "WARP_M": self.warp_m,
+            "WARP_N": self.warp_n,
+            "NUM_STAGES": self.stages,
+            "VECTOR": 16 // arithmetic.element_size if self.aligned else 1,
+            "MIN_BLOCKS": self.min_blocks,
+        }
+
+    def __str__(self) -> str:
+        text = f"{self.tile_m}×{self.tile_n}×{self.tile_k}, {self.stages} stages"
+        if not self.aligned:
+            text += ", element by element"
+        if self.split_k_slices > 1:
+            text += f", split-K {self.split_k_slices}"
+        if self.merged_groups > 1:
+            text += f", {self.merged_groups} groups as one"
+        return text
+
+
+@dataclass(frozen=True)
+class WmmaConfig:
+    """conv2d_wmma.cu.
+
+    Args:
+        precision: name of the arithmetic.
+        tile_m, tile_n: pixels and filters per block.
+        warp_m, warp_n: pixels and filters per warp.
+        min_blocks: blocks per multiprocessor that the register budget allows.
+        aligned: whether 16 bytes are loaded and stored at once, or element by element.
+    """
+
+    precision: str
+    tile_m: int
+    tile_n: int
+    warp_m: int
+    warp_n: int
+    min_blocks: int
+    aligned: bool = True
+
+    @property
+    def tile_k(self) -> int:
+        """Depth of a slice, in elements."""
+        return 64 // PRECISIONS[self.precision].element_size
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return 32 * (self.tile_m // self.warp_m) * (self.tile_n // self.warp_n)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of dynamic shared memory per block."""
+        return 0
+
+    def defines(self) -> dict[str, int | str]:
+        arithmetic = PRECISIONS[self.precision]
+        return {
+            "ELEMENT": arithmetic.element,
+            "TILE_M": self.tile_m,
+            "TILE_N": self.tile_n,
+            "WARP_M": self.warp_m,
+            "WARP_N": self.warp_n,
+            "VECTOR": 16 // arithmetic.element_size if self.aligned else 1,
+            "MIN_BLOCKS": self.min_blocks,
+        }
+
+    def __str__(self) -> str:
+        text = f"{self.tile_m}×{self.tile_n}×{self.tile_k}"
+        return text if self.aligned else f"{text}, element by element"
 
 
 SGEMM = (SgemmConfig(4), SgemmConfig(1))
@@ -116,3 +237,36 @@ IMPLICIT_GEMM = (
     ImplicitGemmConfig(64, 32, 4, 4, vector=1, min_blocks=4),
 )
 """The tiles that were fastest somewhere on ResNet's layers on an H100, large to small."""
+
+MMA_TILES = (
+    # tile_m, tile_n, warp_m, warp_n, stages, min_blocks
+    (256, 128, 64, 64, 4, 1),
+    (128, 256, 64, 64, 4, 1),
+    (128, 128, 64, 64, 3, 2),
+    (256, 64, 64, 64, 2, 2),
+    (128, 64, 64, 32, 4, 2),
+    (64, 128, 32, 64, 4, 2),
+    (64, 64, 32, 32, 4, 3),
+    (64, 32, 16, 32, 4, 4),
+)
+MMA_FP32_TC_TILES = ((128, 64, 32, 32, 4, 1), (64, 64, 32, 32, 3, 2), (64, 32, 16, 32, 4, 3))
+"""With three products a warp's tile is smaller: operands are held in two parts."""
+
+MMA = tuple(
+    MmaConfig(precision, *tile)
+    for precision in ("fp16", "bf16", "tf32", "fp32-tc")
+    for tile in (MMA_FP32_TC_TILES if precision == "fp32-tc" else MMA_TILES)
+) + tuple(
+    MmaConfig(precision, *tile, aligned=False)
+    for precision in ("fp16", "bf16", "tf32", "fp32-tc")
+    for tile in ((64, 64, 32, 32, 2, 2), (64, 32, 16, 32, 2, 2))
+)
+"""Every form in which conv2d_mma is compiled."""
+
+WMMA = tuple(
+    WmmaConfig(precision, *tile, aligned=aligned)
+    for precision in ("fp16", "bf16", "tf32")
+    for tile in ((128, 128, 64, 32, 1), (64, 64, 32, 32, 2))
+    for aligned in (True, False)
+)
+"""Every form in which conv2d_wmma is compiled."""
