@@ -31,11 +31,14 @@ WINOGRAD_OVERHEAD = 16
 
 
 def cost(problem: Conv2dProblem, device: Device, config: configs.Config) -> float:
-    """Predicted time of a configuration: multiply-adds of the busiest multiprocessor over the rate it reaches.
+    """Predicted time of a configuration.
 
-    Blocks are dealt out evenly, and the last round counts whole, since its blocks take as long as any other's. The
-    unit is arbitrary but the same for conv2d_implicit_gemm and conv2d_winograd; kernels with nothing to choose cost 0.
+    On CUDA cores: multiply-adds of the busiest multiprocessor over the rate it reaches, in an arbitrary unit that is
+    the same for conv2d_implicit_gemm and conv2d_winograd. Blocks are dealt out evenly, and the last round counts whole,
+    since its blocks take as long as any other's. On tensor cores: microseconds. Kernels with nothing to choose cost 0.
     """
+    if isinstance(config, configs.MmaConfig | configs.WmmaConfig):
+        return _tensor_core_microseconds(problem, device, config)
     if isinstance(config, configs.WinogradConfig):
         tiles = problem.N * _ceil(problem.P, 2) * _ceil(problem.Q, 2)
         blocks = _ceil(tiles, config.TILES) * _ceil(problem.K, config.TILE_K)

@@ -1,0 +1,147 @@
+"""The launch of conv2d_stem: normalisation, 7×7 convolution, bias, ReLU and max-pool of an ImageNet stem in one kernel."""
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import jit
+from .device import Device
+from .precision import PRECISIONS, Precision
+from .variant import NULL, Filter, Support, blocks, launch_with_shared
+
+if TYPE_CHECKING:
+    import cupy
+
+SOURCE = "conv2d_stem"
+THREADS = 256
+TILE_FILTERS = 64
+POOLED_ROWS, POOLED_COLUMNS = 7, 8
+PIXELS = (2 * POOLED_ROWS + 1) * (2 * POOLED_COLUMNS + 1)
+
+INPUTS = {"uint8": "unsigned char", "float32": "float", "float16": "Half", "uint16": "BFloat16", "int16": "BFloat16"}
+"""dtype of the pixels → C++ type in the kernel."""
+
+PARAMS_DTYPE = np.dtype(
+    [(name, np.int32) for name in ("N", "H", "W", "K", "P", "Q", "PP", "PQ")]
+    + [(name, np.int64) for name in ("stride_n", "stride_h", "stride_w", "stride_c")]
+)
+"""Mirror of ``StemParams`` in kernels_cu/conv2d_stem.cu."""
+
+
+def configurations() -> list[dict[str, int | str]]:
+    """Returns every set of ``#define``s that the kernel is compiled with."""
+    return [
+        _defines(precision, element, channels)
+        for precision in PRECISIONS.values()
+        if precision.tensor_cores
+        for element in dict.fromkeys(INPUTS.values())
+        for channels in (1, 2, 3, 4)
+    ]
+
+
+def _defines(precision: Precision, element: str, channels: int) -> dict[str, int | str]:
+    return {**precision.defines(), "INPUT": element, "CHANNELS": channels}
+
+
+def supports_stem(
+    precision: Precision, x_shape: tuple[int, ...], filter_shape: tuple[int, ...], device: Device
+) -> Support:
+    """Whether the kernel computes this stem on `device`, and if not, why.
+
+    Args:
+        precision: the network's.
+        x_shape: (N, H, W, C).
+        filter_shape: (K, R, S, C).
+        device: the GPU.
+    """
+    K, R, S, C = filter_shape
+    if not precision.tensor_cores:
+        return False, f"computes on tensor cores, not in {precision.name}"
+    if device.compute_capability < (8, 0):
+        return False, f"needs compute capability 8.0, {device.name} has {device.number}"
+    if (R, S) != (7, 7):
+        return False, f"convolves with 7×7 filters, not {R}×{S}"
+    if C > 4 or C != x_shape[3]:
+        return False, f"takes 1 to 4 channels, not {C}"
+    if K % TILE_FILTERS:
+        return False, f"needs a multiple of {TILE_FILTERS} filters, not {K}"
+    if _shared_memory(precision, C) > device.shared_memory_per_block:
+        return False, f"needs {_shared_memory(precision, C)} bytes of shared memory per block"
+    pooled = pooled_shape(x_shape, K)
+    if blocks(pooled[1], POOLED_ROWS) * blocks(pooled[2], POOLED_COLUMNS) * pooled[0] > 2**31 - 1:
+        return False, "has too many tiles for a grid"
+    return True, ""
+
+
+def pooled_shape(x_shape: tuple[int, ...], K: int) -> tuple[int, int, int, int]:
+    """Returns the output's shape (N, PP, PQ, K) for an input (N, H, W, C)."""
+    N, H, W, _ = x_shape
+    P, Q = (H - 1) // 2 + 1, (W - 1) // 2 + 1
+    return N, (P - 1) // 2 + 1, (Q - 1) // 2 + 1, K
+
+
+def launch_stem(
+    x: "cupy.ndarray",
+    filter: Filter,
+    bias: "cupy.ndarray",
+    mean: "cupy.ndarray | None",
+    std: "cupy.ndarray | None",
+    y: "cupy.ndarray",
+    precision: Precision,
+) -> None:
+    """Enqueues the kernel on the current stream of the current device.
+
+    Args:
+        x: (N, H, W, C) pixels of any strides; uint8, float32, float16, or bfloat16 as uint16 or int16.
+        filter: (K, 7, 7, C) in the precision's storage dtype.
+        bias: (K,) float32.
+        mean, std: (C,) float32, or None.
+        y: (N, PP, PQ, K) as `pooled_shape` says, C-contiguous, in the storage dtype, not empty.
+        precision: the network's.
+    """
+    N, H, W, C = x.shape
+    K = filter.weight.shape[0]
+    kernel = jit.get_function(SOURCE, defines=_cached_defines(precision.name, str(x.dtype), C))
+    params = np.zeros(1, PARAMS_DTYPE)
+    strides = (stride // x.itemsize for stride in x.strides)
+    params[0] = (N, H, W, K, (H - 1) // 2 + 1, (W - 1) // 2 + 1, y.shape[1], y.shape[2], *strides)
+    grid = (blocks(y.shape[1], POOLED_ROWS) * blocks(y.shape[2], POOLED_COLUMNS) * N, K // TILE_FILTERS)
+    vectors = (NULL, NULL) if mean is None else (mean, std)
+    arguments = (x, padded_filter(filter), bias, *vectors, y, params)
+    launch_with_shared(kernel, grid, (THREADS,), arguments, _shared_memory(precision, C))
+
+
+@lru_cache(maxsize=256)
+def _cached_defines(precision: str, dtype: str, channels: int) -> dict[str, int | str]:
+    return _defines(PRECISIONS[precision], INPUTS[dtype], channels)
+
+
+def padded_filter(filter: Filter) -> "cupy.ndarray":
+    """Returns the filter as (K, 7, 8 · units): each row's 7 · C values, then zeros; made once per filter."""
+    key = SOURCE
+    if key not in filter.packed:
+        import cupy
+
+        K, R, S, C = filter.weight.shape
+        padded = cupy.zeros((K, R, 8 * _units(C)), filter.weight.dtype)
+        padded[:, :, : S * C] = filter.weight.reshape(K, R, S * C)
+        # Published only when it is there: another thread may use it on a stream that is not ordered after this one.
+        cupy.cuda.get_current_stream().synchronize()
+        filter.packed[key] = padded
+    return filter.packed[key]
+
+
+def _units(channels: int) -> int:
+    return blocks(7 * channels, 8)
+
+
+def _shared_memory(precision: Precision, channels: int) -> int:
+    """Bytes of dynamic shared memory, by the constants of the kernel's source."""
+    size, units = precision.element_size, _units(channels)
+    rows, columns = 2 * POOLED_ROWS + 1, 2 * POOLED_COLUMNS + 1
+    pitch = (2 * (columns - 1) * channels + 8 * units + 1) // 2 * 2
+    patch = blocks((2 * (rows - 1) + 7) * pitch * size, 16) * 16
+    steps = blocks(7 * units, 4 // size)
+    filter_pitch = (2 * steps | 1) * 16
+    return max(patch + TILE_FILTERS * filter_pitch, PIXELS * (TILE_FILTERS * size + 16))

@@ -1,0 +1,256 @@
+// conv2d_wmma: implicit GEMM on tensor cores through the WMMA API. The readable one of the tensor-core kernels.
+// @solves 2-D convolution as a matrix product on tensor cores, by the WMMA API (fp16, bf16, TF32; any shape)
+// @arch sm_70
+//
+// Equation   as conv2d_direct, sums in fp32.
+// GEMM view  as conv2d_implicit_gemm: gemm_m = N·P·Q pixels, gemm_n = K/groups filters, gemm_k = R·S·C/groups.
+// Layouts    x NHWC, filter KRSC, residual and y NPQK, all ELEMENT; bias K in fp32.
+// Grid       x: tiles of filters × tiles of pixels (filters fastest); y: groups.
+//            Block 32 · (TILE_M / WARP_M) · (TILE_N / WARP_N) threads.
+// Shared     160 · (TILE_M + TILE_N) + 16 · TILE_M bytes, dynamic.
+// Requires   VECTOR > 1: channels per group a multiple of VECTOR, filters and filters per group multiples of 8.
+//            BFloat16 and float (TF32): sm_80.
+// This rung  against conv2d_implicit_gemm: the unit of work is a warp, not a thread. Its 32 lanes hold a 16×16 fragment
+//            of each operand together and multiply them by one call, which replaces 128 multiply-adds a lane. Both
+//            operands stay in shared memory as they come, depth innermost: WMMA takes the left one by rows and the right
+//            one by columns, so nothing is transposed on the way, and padded rows keep banks apart instead of a swizzle.
+//            What lane holds which element of a fragment is the API's secret; the epilogue, which has to know its
+//            pixel and filter, therefore goes through shared memory. That and the loads through registers are the price.
+#include <mma.h>
+
+#include "conv2d_params.cuh"
+#include "element.cuh"
+#include "epilogue.cuh"
+#include "implicit_gemm.cuh"
+
+#ifndef TILE_M
+#define ELEMENT Half    // of input, filter, residual, output: Half, BFloat16 or float
+#define TILE_M 128      // pixels per block
+#define TILE_N 128      // filters per block
+#define WARP_M 64       // pixels per warp
+#define WARP_N 32       // filters per warp
+#define VECTOR 8        // elements per global load: those of 16 bytes, or 1
+#define MIN_BLOCKS 2    // blocks per multiprocessor that registers must allow
+#endif
+
+namespace wmma = nvcuda::wmma;
+
+// What the API calls an element in a fragment and in memory, the depth of one product, and since when it exists.
+template <typename Element>
+struct Operand;
+template <>
+struct Operand<Half> {
+    using InFragment = __half;
+    using InMemory = __half;
+    static constexpr int DEPTH = 16, ARCH = 700;
+};
+template <>
+struct Operand<BFloat16> {
+    using InFragment = __nv_bfloat16;
+    using InMemory = __nv_bfloat16;
+    static constexpr int DEPTH = 16, ARCH = 800;
+};
+template <>
+struct Operand<float> {
+    using InFragment = wmma::precision::tf32;
+    using InMemory = float;
+    static constexpr int DEPTH = 8, ARCH = 800;
+};
+static_assert(Operand<ELEMENT>::ARCH <= __CUDA_ARCH__, "tensor cores multiply bf16 and TF32 since sm_80, fp16 since sm_70");
+
+constexpr int DEPTH = Operand<ELEMENT>::DEPTH;
+using InMemory = Operand<ELEMENT>::InMemory;
+using PixelFragment = wmma::fragment<wmma::matrix_a, 16, 16, DEPTH, Operand<ELEMENT>::InFragment, wmma::row_major>;
+using FilterFragment = wmma::fragment<wmma::matrix_b, 16, 16, DEPTH, Operand<ELEMENT>::InFragment, wmma::col_major>;
+using Accumulator = wmma::fragment<wmma::accumulator, 16, 16, DEPTH, float>;
+
+constexpr int WARPS_M = TILE_M / WARP_M, WARPS_N = TILE_N / WARP_N;
+constexpr int THREADS = 32 * WARPS_M * WARPS_N;
+constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 16;
+
+// A slice holds 64 bytes of depth for each pixel, then for each filter. 16 bytes of padding put the 8 neighbouring rows
+// that are read together 20 banks apart: all of them begin in different groups of 4 banks.
+constexpr int TILE_K = 64 / static_cast<int>(sizeof(ELEMENT));
+constexpr int PITCH = 80 / static_cast<int>(sizeof(ELEMENT));
+constexpr int SLICE = (TILE_M + TILE_N) * PITCH;
+
+// Where the epilogue finds 16 rows of a warp's sums.
+constexpr int SUMS_PITCH = WARP_N + 4;
+constexpr int SUMS = 16 * SUMS_PITCH;
+
+static_assert(TILE_M % WARP_M == 0 && TILE_N % WARP_N == 0, "warps must cover the tile");
+static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0 && 256 % WARP_N == 0, "fragments must cover a warp's tile, lanes its rows");
+static_assert(VECTOR == 1 || VECTOR == PER_CHUNK<ELEMENT>, "elements per load");
+static_assert(WARPS_M * WARPS_N * SUMS * sizeof(float) <= 2 * SLICE * sizeof(ELEMENT), "sums must fit where slices were");
+
+// Brings slices of both operands to shared memory through registers. Thread t loads column t % COLUMNS of every
+// ROW_STEP-th row, so that it tracks a single depth, however many rows.
+struct SliceLoader {
+    static constexpr int COLUMNS = TILE_K / VECTOR;
+    static constexpr int ROW_STEP = THREADS / COLUMNS;
+    static constexpr int PIXELS = TILE_M / ROW_STEP;   // pixels this thread loads for
+    static constexpr int FILTERS = TILE_N / ROW_STEP;  // filters this thread loads
+    static_assert(TILE_M % ROW_STEP == 0 && TILE_N % ROW_STEP == 0, "passes must cover pixels and filters");
+
+    struct alignas(VECTOR * sizeof(ELEMENT)) Column {
+        ELEMENT elements[VECTOR];
+    };
+
+    const Conv2dParams& params;
+    const int row, column;
+    const ELEMENT* filter_row;  // of the first filter this thread loads, at its current depth
+    const int filters_left;     // filters of the group from that one on
+    int depth;
+    Depth position;
+    Column pixels[PIXELS], filters[FILTERS];
+
+    // `filter`: the block's first; `left`: filters of the group from there on.
+    __device__ __forceinline__ SliceLoader(const Conv2dParams& params, const ELEMENT* filter, int left)
+        : params(params),
+          row(first_row()),
+          column(threadIdx.x % COLUMNS * VECTOR),
+          filter_row(filter + row * params.gemm_k + column),
+          filters_left(left - row),
+          depth(column),
+          position(column, params) {}
+
+    // Reads the next slice into registers; zeros outside the image, past the last filter, and past the depth.
+    __device__ __forceinline__ void load(const ELEMENT* x, const PixelRow* rows) {
+        const int dh = position.r * params.dilation_h, dw = position.s * params.dilation_w;
+        const int to_tap = (dh * params.W + dw) * params.C + position.c;
+        const bool within = depth < params.gemm_k;
+#pragma unroll
+        for (int i = 0; i < PIXELS; ++i) {
+            const PixelRow pixel = rows[row + i * ROW_STEP];
+            const bool valid = within && static_cast<unsigned>(pixel.h + dh) < static_cast<unsigned>(params.H) &&
+                               static_cast<unsigned>(pixel.w + dw) < static_cast<unsigned>(params.W);
+            pixels[i] = read(x + pixel.offset + to_tap, valid);
+        }
+#pragma unroll
+        for (int i = 0; i < FILTERS; ++i) {
+            filters[i] = read(filter_row + i * ROW_STEP * params.gemm_k, within && i * ROW_STEP < filters_left);
+        }
+        depth += TILE_K;
+        filter_row += TILE_K;
+        position.advance(TILE_K, params);
+    }
+
+    // Writes what load() read.
+    __device__ __forceinline__ void store(ELEMENT* slice) const {
+        ELEMENT* const destination = slice + row * PITCH + column;
+#pragma unroll
+        for (int i = 0; i < PIXELS; ++i) write(destination + i * ROW_STEP * PITCH, pixels[i]);
+#pragma unroll
+        for (int i = 0; i < FILTERS; ++i) write(destination + (TILE_M + i * ROW_STEP) * PITCH, filters[i]);
+    }
+
+  private:
+    // Columns of 16 bytes are stored 8 threads, thus 2 rows, at a time. Rows that are 4 apart fill all banks; neighbours
+    // would meet in some.
+    static __device__ __forceinline__ int first_row() {
+        const int row = threadIdx.x / COLUMNS;
+        return VECTOR == 1 ? row : row / 8 * 8 + row % 2 * 4 + row / 2 % 4;
+    }
+
+    static __device__ __forceinline__ Column read(const ELEMENT* source, bool valid) {
+        return valid ? *reinterpret_cast<const Column*>(source) : Column{};
+    }
+
+    // TF32 is rounded here: in load() it would wait for the data, and after load_matrix_sync, where the API's manual has
+    // it, each warp that reads the element would do it again.
+    static __device__ __forceinline__ void write(ELEMENT* destination, Column values) {
+        if constexpr (sizeof(ELEMENT) == 4) {
+#pragma unroll
+            for (int v = 0; v < VECTOR; ++v) values.elements[v] = wmma::__float_to_tf32(values.elements[v]);
+        }
+        *reinterpret_cast<Column*>(destination) = values;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    conv2d_wmma(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ filter, const float* __restrict__ bias,
+                const ELEMENT* residual, ELEMENT* y, const Conv2dParams params) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    ELEMENT* const slices = reinterpret_cast<ELEMENT*>(shared);  // two of them
+    PixelRow* const rows = reinterpret_cast<PixelRow*>(slices + 2 * SLICE);
+
+    const int filter_tiles = (params.group_filters + TILE_N - 1) / TILE_N;
+    const int m0 = blockIdx.x / filter_tiles * TILE_M;
+    const int n0 = blockIdx.x % filter_tiles * TILE_N;
+    const int group = blockIdx.y;
+    for (int i = threadIdx.x; i < TILE_M; i += THREADS) rows[i] = PixelRow(params, m0 + i, group);
+    __syncthreads();
+
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int warp_m = warp / WARPS_N * WARP_M, warp_n = warp % WARPS_N * WARP_N;
+
+    SliceLoader loader(params, filter + (group * params.group_filters + n0) * params.gemm_k, params.group_filters - n0);
+    loader.load(x, rows);
+    loader.store(slices);
+    __syncthreads();
+
+    Accumulator sums[FRAGMENTS_M][FRAGMENTS_N];
+#pragma unroll
+    for (int i = 0; i < FRAGMENTS_M; ++i) {
+#pragma unroll
+        for (int j = 0; j < FRAGMENTS_N; ++j) wmma::fill_fragment(sums[i][j], 0.0f);
+    }
+
+    const int slice_count = (params.gemm_k + TILE_K - 1) / TILE_K;
+    for (int slice = 0; slice < slice_count; ++slice) {
+        const bool more = slice + 1 < slice_count;
+        if (more) loader.load(x, rows);  // arrives while this slice is multiplied
+
+        const InMemory* const base = reinterpret_cast<const InMemory*>(slices + slice % 2 * SLICE);
+#pragma unroll
+        for (int k = 0; k < TILE_K; k += DEPTH) {
+            PixelFragment pixels[FRAGMENTS_M];
+#pragma unroll
+            for (int i = 0; i < FRAGMENTS_M; ++i) {
+                wmma::load_matrix_sync(pixels[i], base + (warp_m + i * 16) * PITCH + k, PITCH);
+            }
+#pragma unroll
+            for (int j = 0; j < FRAGMENTS_N; ++j) {
+                FilterFragment filters;
+                wmma::load_matrix_sync(filters, base + (TILE_M + warp_n + j * 16) * PITCH + k, PITCH);
+#pragma unroll
+                for (int i = 0; i < FRAGMENTS_M; ++i) wmma::mma_sync(sums[i][j], pixels[i], filters, sums[i][j]);
+            }
+        }
+        if (more) loader.store(slices + (slice + 1) % 2 * SLICE);
+        __syncthreads();
+    }
+
+    // Each warp passes its sums through a place of its own, 16 rows at a time; a lane takes 8 neighbouring filters.
+    constexpr int LANES_PER_ROW = WARP_N / 8, ROWS_PER_PASS = 32 / LANES_PER_ROW;
+    float* const warp_sums = reinterpret_cast<float*>(shared) + warp * SUMS;
+    const int column = lane % LANES_PER_ROW * 8;
+    const int group_k = n0 + warp_n + column;
+    const int k = group * params.group_filters + group_k;
+    const int columns = min(max(params.group_filters - group_k, 0), 8);
+    const Epilogue8<ELEMENT> epilogue{bias, residual, params.relu};
+    float bias_values[8];
+    epilogue.load_bias(bias_values, k, columns);
+#pragma unroll
+    for (int i = 0; i < FRAGMENTS_M; ++i) {
+#pragma unroll
+        for (int j = 0; j < FRAGMENTS_N; ++j) {
+            wmma::store_matrix_sync(warp_sums + j * 16, sums[i][j], SUMS_PITCH, wmma::mem_row_major);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int pass = 0; pass < 16; pass += ROWS_PER_PASS) {
+            const int row = pass + lane / LANES_PER_ROW;
+            const int m = m0 + warp_m + i * 16 + row;
+            if (m >= params.gemm_m) continue;
+            alignas(16) float values[8];
+#pragma unroll
+            for (int v = 0; v < 8; v += 4) {
+                *reinterpret_cast<float4*>(values + v) =
+                    *reinterpret_cast<const float4*>(warp_sums + row * SUMS_PITCH + column + v);
+            }
+            epilogue.store<(VECTOR > 1)>(y, static_cast<long long>(m) * params.K + k, columns, values, bias_values);
+        }
+        __syncwarp();  // before the next 16 rows take the place
+    }
+}
