@@ -98,6 +98,7 @@ def explain(
     kernel: str = "auto",
     strict: bool = False,
     fuse: bool = True,
+    precision: str = "fp32",
 ) -> Explanation:
     """Walks a network's graph with shapes only; needs neither weights nor a GPU.
 
@@ -107,15 +108,17 @@ def explain(
         engine: ``"cuda"`` or ``"numpy"``.
         device: the GPU that kernels are chosen for; an H100 where none is given.
         kernel, strict, fuse: as in `cupy_resnet.load`.
+        precision: likewise, but for ``"auto"``.
 
     Raises:
         ValueError: a shape that the network cannot run.
         UnsupportedProblemError: with `strict`, a convolution that `kernel` does not solve.
     """
     network.check_input(shape)
-    ops = ShapeEngine()
+    ops = ShapeEngine(precision=precision if engine == "cuda" else "fp32")
     bound = bind_shapes(network, fuse=fuse)
-    bound(ops, ops.nchw_to_nhwc(ShapeArray(shape)))
+    N, C, H, W = shape
+    bound(ops, ShapeArray((N, H, W, C)))
     if engine == "numpy":
         return Explanation(f"{network.name}, input {shape}, NumPy engine", [_numpy_step(r) for r in ops.records])
     target = device or H100
@@ -140,7 +143,7 @@ def _cuda_step(record: OpRecord, device: Device, kernel: str, strict: bool) -> S
         return _step(record, kernel=record.op)
     from .conv2d import choose
 
-    choice = choose(record.problem, device, kernel=kernel, strict=strict, allow_winograd=True)
+    choice = choose(record.problem, device, kernel=kernel, strict=strict, spread_nan=True)
     return _step(
         record, kernel=choice.variant, config=str(choice.config), reason=choice.reason, fallback=choice.fallback
     )

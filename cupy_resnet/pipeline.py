@@ -36,12 +36,12 @@ class Classifier:
     """What the pipeline needs to know of a model.
 
     Args:
-        running: returns the bound network and its engine; raises RuntimeError once the model is closed.
+        running: returns what runs the network; raises RuntimeError once the model is closed.
         transforms: from an image to the network's input.
         categories, wnids: the classes' names and WordNet ids by index, None where unknown.
     """
 
-    running: Callable[[], tuple[Network, Ops]]
+    running: Callable[[], Runner]
     transforms: Transforms
     categories: Sequence[str] | None = None
     wnids: Sequence[str] | None = None
@@ -130,7 +130,8 @@ class _Pipeline:
     """The state of one call of `predictions`."""
 
     def __init__(self, classifier: Classifier, inputs: Any, options: Options) -> None:
-        network, ops = classifier.running()
+        runner = classifier.running()
+        network, ops = runner.network, runner.ops
         self._classifier = classifier
         self._options = options
         self._topk = min(options.topk, network.num_classes)
@@ -178,7 +179,8 @@ class _Pipeline:
             yield items
 
     def _default_batch_size(self) -> int:
-        network, ops = self._classifier.running()
+        runner = self._classifier.running()
+        network, ops = runner.network, runner.ops
         free = self._transfers.free_bytes()
         size = default_batch_size(network, self._classifier.transforms.crop, ops.name, free)
         logger.info("%s: batches of %d images", network.name, size)
@@ -202,19 +204,20 @@ class _Pipeline:
                 waiting.extendleft(reversed(self._halved(part, shortage)))
 
     def _launch(self, items: list[Item]) -> Batch:
-        network, ops = self._classifier.running()
+        runner = self._classifier.running()
         pixels = [item.pixels for item in items if item.pixels is not None]
         if not pixels:
             return Batch(items)
         transforms = self._classifier.transforms
-        x = ops.normalize(self._transfers.upload(pixels), transforms.mean, transforms.std)
-        logits, features = network(ops, x)
-        results = [logits, ops.softmax(logits), *([features] if self._options.features else [])]
+        x = self._transfers.upload(pixels)
+        logits, features = runner(x, mean=transforms.mean, std=transforms.std, features=self._options.features)
+        results = [logits, runner.ops.softmax(logits), *([] if features is None else [features])]
         return Batch(items, self._transfers.download(*results))
 
     def _halved(self, items: list[Item], shortage: str) -> list[list[Item]]:
         """Returns a batch that did not fit in two parts, and makes later batches no larger than those."""
-        network, ops = self._classifier.running()
+        runner = self._classifier.running()
+        network, ops = runner.network, runner.ops
         images = sum(item.pixels is not None for item in items)
         place = "GPU memory" if ops.name == "cuda" else "memory"
         if images == 1:
@@ -282,7 +285,8 @@ class _Pipeline:
 
     def _where_not_finite(self, item: Item, logits: np.ndarray) -> str:
         """Runs one image again and returns the sentence that names the first result that is not finite."""
-        network, ops = self._classifier.running()
+        runner = self._classifier.running()
+        network, ops = runner.network, runner.ops
         transforms = self._classifier.transforms
         found: list[str] = []
 
@@ -293,7 +297,7 @@ class _Pipeline:
         transfers = make_transfers(ops)  # its own: the others hold the batch that is on its way
         try:
             x = transfers.upload([cast(np.ndarray, item.pixels)])
-            network(ops, ops.normalize(x, transforms.mean, transforms.std), look)
+            network(ops, x, look, mean=transforms.mean, std=transforms.std)
         finally:
             transfers.release()
         bad = int((~np.isfinite(logits)).sum())

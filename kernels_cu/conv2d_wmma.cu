@@ -35,28 +35,34 @@
 
 namespace wmma = nvcuda::wmma;
 
-// What the API calls an element in a fragment and in memory, the depth of one product, and since when it exists.
+// What the API calls an element in a fragment and in memory, and the depth of one product.
 template <typename Element>
-struct Operand;
+struct Operand {
+    static_assert(sizeof(Element) == 0, "tensor cores multiply BFloat16 and float (TF32) on sm_80 and newer only");
+};
 template <>
 struct Operand<Half> {
     using InFragment = __half;
     using InMemory = __half;
-    static constexpr int DEPTH = 16, ARCH = 700;
+    static constexpr int DEPTH = 16;
+    static __device__ __forceinline__ Half rounded(Half v) { return v; }
 };
+#if __CUDA_ARCH__ >= 800
 template <>
 struct Operand<BFloat16> {
     using InFragment = __nv_bfloat16;
     using InMemory = __nv_bfloat16;
-    static constexpr int DEPTH = 16, ARCH = 800;
+    static constexpr int DEPTH = 16;
+    static __device__ __forceinline__ BFloat16 rounded(BFloat16 v) { return v; }
 };
 template <>
 struct Operand<float> {
     using InFragment = wmma::precision::tf32;
     using InMemory = float;
-    static constexpr int DEPTH = 8, ARCH = 800;
+    static constexpr int DEPTH = 8;
+    static __device__ __forceinline__ float rounded(float v) { return wmma::__float_to_tf32(v); }
 };
-static_assert(Operand<ELEMENT>::ARCH <= __CUDA_ARCH__, "tensor cores multiply bf16 and TF32 since sm_80, fp16 since sm_70");
+#endif
 
 constexpr int DEPTH = Operand<ELEMENT>::DEPTH;
 using InMemory = Operand<ELEMENT>::InMemory;
@@ -156,13 +162,11 @@ struct SliceLoader {
         return valid ? *reinterpret_cast<const Column*>(source) : Column{};
     }
 
-    // TF32 is rounded here: in load() it would wait for the data, and after load_matrix_sync, where the API's manual has
-    // it, each warp that reads the element would do it again.
+    // Floats are rounded to TF32 here: load() would have to wait for them, and after load_matrix_sync, where the API's
+    // manual does it, each warp that reads an element would round it again.
     static __device__ __forceinline__ void write(ELEMENT* destination, Column values) {
-        if constexpr (sizeof(ELEMENT) == 4) {
 #pragma unroll
-            for (int v = 0; v < VECTOR; ++v) values.elements[v] = wmma::__float_to_tf32(values.elements[v]);
-        }
+        if (sizeof(ELEMENT)==4) for (int v = 0; v < VECTOR; ++v) values.elements[v] = Operand<ELEMENT>::rounded(values.elements[v]);
         *reinterpret_cast<Column*>(destination) = values;
     }
 };

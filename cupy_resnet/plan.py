@@ -1,0 +1,236 @@
+"""Plans: a network's forward pass for one shape, captured once as a CUDA graph and replayed by a single launch.
+
+Enqueueing a ResNet kernel by kernel costs the host several microseconds each, which at small batches is longer than the
+GPU computes. A plan pays that once. What reads the caller's array (`Network.front`) stays outside the graph, so that
+input of any type, layout and address needs no copy; it writes to the plan's own memory, from which the graph goes on.
+Results are copied out of the plan's memory: those of different calls never share any.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from .engines.base import Array, Ops
+from .networks import Network
+
+if TYPE_CHECKING:
+    from .engines.cuda_engine import CudaEngine
+
+logger = logging.getLogger(__name__)
+
+MAX_PLANS = 16
+MAX_SHARE_OF_MEMORY = 0.25
+"""Bounds of what one model's plans may hold: their number, and their share of the GPU's memory."""
+
+
+class Runner:
+    """Runs a bound network on its engine, with plans where they apply.
+
+    Several threads may call it at once: a plan serves one call after the other, on the GPU as well, whatever streams
+    the callers use.
+
+    Args:
+        network: bound to `ops`.
+        ops: the engine.
+        plans: whether forward passes on the CUDA engine are captured and replayed.
+        max_plans: plans kept; the least recently used goes first.
+        max_bytes: memory they may hold together; by default `MAX_SHARE_OF_MEMORY` of the GPU's.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        ops: Ops,
+        *,
+        plans: bool = True,
+        max_plans: int = MAX_PLANS,
+        max_bytes: int | None = None,
+    ) -> None:
+        self.network = network
+        self.ops = ops
+        self.plans = plans and ops.name == "cuda"
+        self.max_plans = max_plans
+        self.max_bytes = max_bytes
+        self._plans: OrderedDict[tuple[int, ...], _Plan] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        features: bool = True,
+        out: Array | None = None,
+    ) -> tuple[Array, Array | None]:
+        """Runs one forward pass on the current stream.
+
+        Args:
+            x: (N, H, W, in_channels) pixels, as `Network.__call__` takes them.
+            mean, std: likewise.
+            features: whether the pooled features are wanted.
+            out: a C-contiguous float32 array (N, num_classes) of the engine for the logits; a new one by default.
+
+        Returns:
+            Logits (N, num_classes) and, if wanted, features (N, num_features), which nothing else refers to.
+
+        Raises:
+            MemoryError: the GPU has no room, after all plans were dropped.
+        """
+        if not self.plans or x.shape[0] == 0:
+            return self._once(x, mean, std, features, out)
+        try:
+            return self._planned(x, mean, std, features, out)
+        except MemoryError:
+            if not self.drop():
+                raise
+        return self._once(x, mean, std, features, out)
+
+    def drop(self) -> bool:
+        """Drops all plans and gives their memory back to the GPU. Returns whether there were any."""
+        with self._lock:
+            plans = list(self._plans.values())
+            self._plans.clear()
+        for plan in plans:
+            plan.close()
+        return bool(plans)
+
+    def _once(
+        self,
+        x: Array,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+        features: bool,
+        out: Array | None,
+    ) -> tuple[Array, Array | None]:
+        logits, pooled = self.network(self.ops, x, mean=mean, std=std)
+        if out is not None:
+            out[...] = logits
+            logits = out
+        return logits, pooled if features else None
+
+    def _planned(
+        self,
+        x: Array,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+        features: bool,
+        out: Array | None,
+    ) -> tuple[Array, Array | None]:
+        import cupy
+
+        with x.device:
+            if cupy.cuda.get_current_stream().is_capturing():  # the caller's own graph: it gets the kernels themselves
+                return self._once(x, mean, std, features, out)
+            key = x.shape[:3]
+            with self._lock:
+                plan = self._plans.get(key)
+                if plan is not None:
+                    self._plans.move_to_end(key)
+            if plan is None:
+                plan = self._capture(x, mean, std, key)
+            return plan.run(x, mean, std, features, out)
+
+    def _capture(
+        self, x: Array, mean: Sequence[float] | None, std: Sequence[float] | None, key: tuple[int, ...]
+    ) -> "_Plan":
+        plan = _Plan(self.network, cast("CudaEngine", self.ops), x, mean, std)
+        logger.info("%s: captured a plan for %s, %.1f MiB", self.network.name, x.shape, plan.nbytes / 2**20)
+        with self._lock:
+            other = self._plans.get(key)
+            if other is None:
+                self._plans[key] = plan
+            surplus = self._surplus()
+        if other is not None:  # another thread was faster
+            plan.close()
+            return other
+        for old in surplus:
+            old.close()
+        return plan
+
+    def _surplus(self) -> list["_Plan"]:
+        """Takes out the least recently used plans until the bounds hold; the newest stays whatever its size."""
+        import cupy
+
+        limit = self.max_bytes
+        if limit is None:
+            limit = int(cupy.cuda.runtime.memGetInfo()[1] * MAX_SHARE_OF_MEMORY)
+        surplus = []
+        while len(self._plans) > 1 and (
+            len(self._plans) > self.max_plans or sum(plan.nbytes for plan in self._plans.values()) > limit
+        ):
+            surplus.append(self._plans.popitem(last=False)[1])
+        return surplus
+
+
+class _Plan:
+    """One captured graph with the memory that it uses."""
+
+    def __init__(
+        self,
+        network: Network,
+        ops: "CudaEngine",
+        x: Array,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+    ) -> None:
+        import cupy
+
+        from .conv2d.scratch import new_counters, scratch
+
+        self._cupy, self._network, self._ops = cupy, network, ops
+        self._lock = threading.Lock()
+        self._done = cupy.cuda.Event(disable_timing=True)
+        self._pool: Any = cupy.cuda.MemoryPool()
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        caller = cupy.cuda.get_current_stream()
+        with cupy.cuda.using_allocator(self._pool.malloc), self._stream:
+            self._stream.wait_event(caller.record())
+            # Counters stay referenced: the graph has their address. The first pass, outside the graph, compiles and
+            # loads kernels, prepares filters and fills the pool, so that the capture allocates nothing.
+            self._counters = new_counters()
+            with scratch(self._counters):
+                self._input = network.front(ops, x, mean=mean, std=std)
+                network.body(ops, self._input)
+                self._stream.synchronize()
+                self._stream.begin_capture()
+                try:
+                    self._logits, self._features = network.body(ops, self._input)
+                finally:
+                    graph = self._stream.end_capture()
+        self._graph: Any = graph
+        self.nbytes = int(self._pool.total_bytes())
+
+    def run(
+        self,
+        x: Array,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+        features: bool,
+        out: Array | None,
+    ) -> tuple[Array, Array | None]:
+        """Runs front, graph and the copy of the results on the current stream."""
+        cupy = self._cupy
+        stream = cupy.cuda.get_current_stream()
+        logits = cupy.empty_like(self._logits) if out is None else out
+        pooled = cupy.empty_like(self._features) if features else None
+        with self._lock:
+            if self._graph is None:
+                raise MemoryError("the plan was dropped")
+            stream.wait_event(self._done)  # of the call before, which may have used another stream
+            self._network.front(self._ops, x, mean=mean, std=std, out=self._input)
+            self._graph.launch(stream)
+            logits.data.copy_from_device_async(self._logits.data, self._logits.nbytes, stream)
+            if pooled is not None:
+                pooled.data.copy_from_device_async(self._features.data, self._features.nbytes, stream)
+            self._done.record(stream)
+        return logits, pooled
+
+    def close(self) -> None:
+        """Waits for the last call and gives the memory back to the GPU."""
+        with self._lock:
+            self._done.synchronize()
+            self._graph = self._input = self._logits = self._features = self._counters = None
+            self._pool.free_all_blocks()
