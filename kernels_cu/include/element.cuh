@@ -19,18 +19,24 @@ __device__ __forceinline__ float to_float(Half v) {
 __device__ __forceinline__ float to_float(BFloat16 v) { return __uint_as_float(static_cast<unsigned>(v.bits) << 16); }
 
 // Two floats rounded to nearest even, `low` in the lower half of the word, as it comes first in memory.
+#if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ unsigned pack_pair(float low, float high, Half) {
     unsigned word;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 }
-#if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ unsigned pack_pair(float low, float high, BFloat16) {
     unsigned word;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 }
 #else
+__device__ __forceinline__ unsigned half_bits(float v) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+    return bits;
+}
+__device__ __forceinline__ unsigned pack_pair(float low, float high, Half) { return half_bits(low) | half_bits(high) << 16; }
 __device__ __forceinline__ unsigned bfloat16_bits(float v) {
     const unsigned bits = __float_as_uint(v);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;  // NaN stays NaN
@@ -87,11 +93,11 @@ __device__ __forceinline__ Chunk pack(const float (&values)[PER_CHUNK<Element>])
     return chunk;
 }
 
-#if __CUDA_ARCH__ >= 800
-// Element by element the larger of two chunks, NaN if either is.
+// Element by element the larger of two words or chunks, NaN if either is.
 __device__ __forceinline__ unsigned larger_word(unsigned a, unsigned b, float) {
     return __float_as_uint(larger(__uint_as_float(a), __uint_as_float(b)));
 }
+#if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ unsigned larger_word(unsigned a, unsigned b, Half) {
     unsigned result;
     asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
@@ -102,6 +108,17 @@ __device__ __forceinline__ unsigned larger_word(unsigned a, unsigned b, BFloat16
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
     return result;
 }
+#else
+template <typename Element>
+__device__ __forceinline__ float half_of_word(unsigned word) {
+    return to_float(Element{static_cast<unsigned short>(word)});
+}
+template <typename Element>
+__device__ __forceinline__ unsigned larger_word(unsigned a, unsigned b, Element) {
+    return pack_pair(larger(half_of_word<Element>(a), half_of_word<Element>(b)),
+                     larger(half_of_word<Element>(a >> 16), half_of_word<Element>(b >> 16)), Element{});
+}
+#endif
 template <typename Element>
 __device__ __forceinline__ Chunk larger(const Chunk& a, const Chunk& b) {
     Chunk result;
@@ -109,7 +126,6 @@ __device__ __forceinline__ Chunk larger(const Chunk& a, const Chunk& b) {
     for (int i = 0; i < 4; ++i) result.words[i] = larger_word(a.words[i], b.words[i], Element{});
     return result;
 }
-#endif
 
 // Stores two neighbouring elements at an address that is a multiple of their size.
 template <typename Element>
