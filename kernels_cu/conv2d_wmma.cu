@@ -35,7 +35,7 @@
 
 namespace wmma = nvcuda::wmma;
 
-// What the API calls an element in a fragment and in memory, and the depth of one product.
+// What the API calls an element in a fragment and in memory, the depth of one product, and how elements are rounded.
 template <typename Element>
 struct Operand {
     static_assert(sizeof(Element) == 0, "tensor cores multiply BFloat16 and float (TF32) on sm_80 and newer only");
@@ -45,7 +45,7 @@ struct Operand<Half> {
     using InFragment = __half;
     using InMemory = __half;
     static constexpr int DEPTH = 16;
-    static __device__ __forceinline__ Half rounded(Half v) { return v; }
+    static __device__ __forceinline__ unsigned rounded(unsigned pair) { return pair; }
 };
 #if __CUDA_ARCH__ >= 800
 template <>
@@ -53,14 +53,16 @@ struct Operand<BFloat16> {
     using InFragment = __nv_bfloat16;
     using InMemory = __nv_bfloat16;
     static constexpr int DEPTH = 16;
-    static __device__ __forceinline__ BFloat16 rounded(BFloat16 v) { return v; }
+    static __device__ __forceinline__ unsigned rounded(unsigned pair) { return pair; }
 };
 template <>
 struct Operand<float> {
     using InFragment = wmma::precision::tf32;
     using InMemory = float;
     static constexpr int DEPTH = 8;
-    static __device__ __forceinline__ float rounded(float v) { return wmma::__float_to_tf32(v); }
+    static __device__ __forceinline__ unsigned rounded(unsigned bits) {
+        return __float_as_uint(wmma::__float_to_tf32(__uint_as_float(bits)));
+    }
 };
 #endif
 
@@ -69,6 +71,22 @@ using InMemory = Operand<ELEMENT>::InMemory;
 using PixelFragment = wmma::fragment<wmma::matrix_a, 16, 16, DEPTH, Operand<ELEMENT>::InFragment, wmma::row_major>;
 using FilterFragment = wmma::fragment<wmma::matrix_b, 16, 16, DEPTH, Operand<ELEMENT>::InFragment, wmma::col_major>;
 using Accumulator = wmma::fragment<wmma::accumulator, 16, 16, DEPTH, float>;
+
+template <int ELEMENTS>
+struct Load {
+    using Result = Chunk;
+    static __device__ __forceinline__ Chunk rounded(Chunk chunk) {
+#pragma unroll
+        for (unsigned& word : chunk.words) word = Operand<ELEMENT>::rounded(word);
+        return chunk;
+    }
+};
+template <>
+struct Load<1> {
+    using Result = ELEMENT;
+    static __device__ __forceinline__ ELEMENT rounded(ELEMENT element) { return element; }
+};
+using Packet = Load<VECTOR>::Result;
 
 constexpr int WARPS_M = TILE_M / WARP_M, WARPS_N = TILE_N / WARP_N;
 constexpr int THREADS = 32 * WARPS_M * WARPS_N;
@@ -98,17 +116,13 @@ struct SliceLoader {
     static constexpr int FILTERS = TILE_N / ROW_STEP;  // filters this thread loads
     static_assert(TILE_M % ROW_STEP == 0 && TILE_N % ROW_STEP == 0, "passes must cover pixels and filters");
 
-    struct alignas(VECTOR * sizeof(ELEMENT)) Column {
-        ELEMENT elements[VECTOR];
-    };
-
     const Conv2dParams& params;
     const int row, column;
     const ELEMENT* filter_row;  // of the first filter this thread loads, at its current depth
     const int filters_left;     // filters of the group from that one on
     int depth;
     Depth position;
-    Column pixels[PIXELS], filters[FILTERS];
+    Packet pixels[PIXELS], filters[FILTERS];
 
     // `filter`: the block's first; `left`: filters of the group from there on.
     __device__ __forceinline__ SliceLoader(const Conv2dParams& params, const ELEMENT* filter, int left)
@@ -158,16 +172,14 @@ struct SliceLoader {
         return VECTOR == 1 ? row : row / 8 * 8 + row % 2 * 4 + row / 2 % 4;
     }
 
-    static __device__ __forceinline__ Column read(const ELEMENT* source, bool valid) {
-        return valid ? *reinterpret_cast<const Column*>(source) : Column{};
+    static __device__ __forceinline__ Packet read(const ELEMENT* source, bool valid) {
+        return valid ? *reinterpret_cast<const Packet*>(source) : Packet{};
     }
 
     // Floats are rounded to TF32 here: load() would have to wait for them, and after load_matrix_sync, where the API's
     // manual does it, each warp that reads an element would round it again.
-    static __device__ __forceinline__ void write(ELEMENT* destination, Column values) {
-#pragma unroll
-        if (sizeof(ELEMENT)==4) for (int v = 0; v < VECTOR; ++v) values.elements[v] = Operand<ELEMENT>::rounded(values.elements[v]);
-        *reinterpret_cast<Column*>(destination) = values;
+    static __device__ __forceinline__ void write(ELEMENT* destination, Packet values) {
+        *reinterpret_cast<Packet*>(destination) = Load<VECTOR>::rounded(values);
     }
 };
 
@@ -208,17 +220,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const InMemory* const base = reinterpret_cast<const InMemory*>(slices + slice % 2 * SLICE);
 #pragma unroll
         for (int k = 0; k < TILE_K; k += DEPTH) {
-            PixelFragment pixels[FRAGMENTS_M];
-#pragma unroll
-            for (int i = 0; i < FRAGMENTS_M; ++i) {
-                wmma::load_matrix_sync(pixels[i], base + (warp_m + i * 16) * PITCH + k, PITCH);
-            }
+            FilterFragment filters[FRAGMENTS_N];
 #pragma unroll
             for (int j = 0; j < FRAGMENTS_N; ++j) {
-                FilterFragment filters;
-                wmma::load_matrix_sync(filters, base + (TILE_M + warp_n + j * 16) * PITCH + k, PITCH);
+                wmma::load_matrix_sync(filters[j], base + (TILE_M + warp_n + j * 16) * PITCH + k, PITCH);
+            }
 #pragma unroll
-                for (int i = 0; i < FRAGMENTS_M; ++i) wmma::mma_sync(sums[i][j], pixels[i], filters, sums[i][j]);
+            for (int i = 0; i < FRAGMENTS_M; ++i) {
+                PixelFragment pixels;
+                wmma::load_matrix_sync(pixels, base + (warp_m + i * 16) * PITCH + k, PITCH);
+#pragma unroll
+                for (int j = 0; j < FRAGMENTS_N; ++j) wmma::mma_sync(sums[i][j], pixels, filters[j], sums[i][j]);
             }
         }
         if (more) loader.store(slices + (slice + 1) % 2 * SLICE);
