@@ -178,6 +178,7 @@ class _Plan:
     ) -> None:
         import cupy
 
+        from . import jit
         from .conv2d.scratch import new_counters, scratch
 
         self._cupy, self._network, self._ops = cupy, network, ops
@@ -197,7 +198,8 @@ class _Plan:
                 self._stream.synchronize()
                 self._stream.begin_capture()
                 try:
-                    self._logits, self._features = network.body(ops, self._input)
+                    with jit.overlapping():
+                        self._logits, self._features = network.body(ops, self._input)
                 finally:
                     graph = self._stream.end_capture()
         self._graph: Any = graph

@@ -20,6 +20,7 @@
 // to nearest (Ootomo and Yokota 2022, arXiv 2203.03341). An infinite operand makes its outputs NaN.
 #include "async_copy.cuh"
 #include "conv2d_params.cuh"
+#include "dependent_launch.cuh"
 #include "element.cuh"
 #include "epilogue.cuh"
 #include "implicit_gemm.cuh"
@@ -203,19 +204,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     const int all_slices = (params.gemm_k + TILE_K - 1) / TILE_K;
     const int begin = all_slices * blockIdx.z / gridDim.z, slices = all_slices * (blockIdx.z + 1) / gridDim.z - begin;
-    ChunkLoader<ELEMENT, VECTOR, THREADS> loader(params, begin * TILE_K);
+    using Loader = ChunkLoader<ELEMENT, VECTOR, THREADS>;
+    Loader loader(params, begin * TILE_K);
     const ELEMENT* const group_filter = filter + (group * params.group_filters + n0) * params.gemm_k;
-    const auto load_slice = [&](int slice) {
+    const auto stage_of = [&](int slice) { return shared + slice % NUM_STAGES * STAGE_BYTES; };
+    const auto load_filters = [&](const Loader& from, int slice) {
         if (slice < slices) {
-            unsigned char* const stage = shared + slice % NUM_STAGES * STAGE_BYTES;
-            loader.load_pixels<TILE_M>(stage, x, rows);
-            loader.load_filters<TILE_N>(stage + TILE_M * ROW_BYTES, group_filter, params.group_filters - n0);
-            loader.advance();
+            from.load_filters<TILE_N>(stage_of(slice) + TILE_M * ROW_BYTES, group_filter, params.group_filters - n0);
         }
-        copy_async_commit();  // possibly an empty group, so that counting groups counts slices
     };
+    const auto load_pixels = [&](int slice) {
+        if (slice < slices) loader.load_pixels<TILE_M>(stage_of(slice), x, rows);
+        copy_async_commit();  // possibly an empty group, so that counting groups counts slices
+        loader.advance();
+    };
+    let_next_kernel_start();
+    Loader ahead = loader;  // filters do not depend on earlier kernels
 #pragma unroll
-    for (int slice = 0; slice < NUM_STAGES - 1; ++slice) load_slice(slice);
+    for (int slice = 0; slice < NUM_STAGES - 1; ++slice) {
+        load_filters(ahead, slice);
+        ahead.advance();
+    }
+    wait_for_earlier_kernels();
+#pragma unroll
+    for (int slice = 0; slice < NUM_STAGES - 1; ++slice) load_pixels(slice);
 
     // ldmatrix: lanes 0–15 give the rows of a 16-row block of pixels, 16–31 the same rows 16 bytes further; for filters
     // lanes 0–7 and 8–15 give the two halves of 8 rows, 16–31 those of the next 8.
@@ -246,7 +258,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                                                      (step + 1) % STEPS);
             };
             if (BUFFERS == 2) load_next();
-            if (step == 0) load_slice(slice + NUM_STAGES - 1);
+            if (step == 0) {
+                load_filters(loader, slice + NUM_STAGES - 1);
+                load_pixels(slice + NUM_STAGES - 1);
+            }
             accumulator.add(fragments[step % BUFFERS]);
             if (BUFFERS == 1) load_next();
         }

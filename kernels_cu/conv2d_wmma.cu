@@ -1,5 +1,5 @@
 // conv2d_wmma: implicit GEMM on tensor cores through the WMMA API. The readable one of the tensor-core kernels.
-// @solves 2-D convolution as a matrix product on tensor cores, by the WMMA API (fp16, bf16, TF32; any shape)
+// @solves 2-D convolution as a matrix product on tensor cores, with the WMMA API (fp16, bf16, TF32; any shape)
 // @arch sm_70
 //
 // Equation   as conv2d_direct, sums in fp32.
@@ -7,15 +7,16 @@
 // Layouts    x NHWC, filter KRSC, residual and y NPQK, all ELEMENT; bias K in fp32.
 // Grid       x: tiles of filters × tiles of pixels (filters fastest); y: groups.
 //            Block 32 · (TILE_M / WARP_M) · (TILE_N / WARP_N) threads.
-// Shared     160 · (TILE_M + TILE_N) + 16 · TILE_M bytes, dynamic.
+// Shared     160 · (TILE_M + TILE_N) + 16 · TILE_M bytes.
 // Requires   VECTOR > 1: channels per group a multiple of VECTOR, filters and filters per group multiples of 8.
 //            BFloat16 and float (TF32): sm_80.
-// This rung  against conv2d_implicit_gemm: the unit of work is a warp, not a thread. Its 32 lanes hold a 16×16 fragment
-//            of each operand together and multiply them by one call, which replaces 128 multiply-adds a lane. Both
-//            operands stay in shared memory as they come, depth innermost: WMMA takes the left one by rows and the right
-//            one by columns, so nothing is transposed on the way, and padded rows keep banks apart instead of a swizzle.
-//            What lane holds which element of a fragment is the API's secret; the epilogue, which has to know its
-//            pixel and filter, therefore goes through shared memory. That and the loads through registers are the price.
+// This rung  against conv2d_implicit_gemm: a warp, not a thread, is who multiplies. Its 32 lanes hold 16×16 fragments of
+//            both operands together; one call does what took each lane up to 128 multiply-adds. Operands stay in shared
+//            memory as they come, depth innermost: the API takes the left one by rows and the right one by columns, so
+//            nothing is transposed on the way, and padded rows keep banks apart where a swizzle did. Which lane holds
+//            which element is the API's secret, and that is its price: the epilogue, which must know its pixel and
+//            filter, takes a detour through shared memory, and how fragments are loaded is the compiler's choice
+//            (ldmatrix for fp16, but word by word for bf16 and TF32, as of NVRTC 13.0).
 #include <mma.h>
 
 #include "conv2d_params.cuh"
@@ -35,7 +36,8 @@
 
 namespace wmma = nvcuda::wmma;
 
-// What the API calls an element in a fragment and in memory, the depth of one product, and how elements are rounded.
+// What the API calls an element in fragments and in memory, the depth of one product, and how 4 bytes of operands are
+// rounded before it.
 template <typename Element>
 struct Operand {
     static_assert(sizeof(Element) == 0, "tensor cores multiply BFloat16 and float (TF32) on sm_80 and newer only");
@@ -72,76 +74,77 @@ using PixelFragment = wmma::fragment<wmma::matrix_a, 16, 16, DEPTH, Operand<ELEM
 using FilterFragment = wmma::fragment<wmma::matrix_b, 16, 16, DEPTH, Operand<ELEMENT>::InFragment, wmma::col_major>;
 using Accumulator = wmma::fragment<wmma::accumulator, 16, 16, DEPTH, float>;
 
-template <int ELEMENTS>
-struct Load {
-    using Result = Chunk;
-    static __device__ __forceinline__ Chunk rounded(Chunk chunk) {
-#pragma unroll
-        for (unsigned& word : chunk.words) word = Operand<ELEMENT>::rounded(word);
-        return chunk;
-    }
-};
-template <>
-struct Load<1> {
-    using Result = ELEMENT;
-    static __device__ __forceinline__ ELEMENT rounded(ELEMENT element) { return element; }
-};
-using Packet = Load<VECTOR>::Result;
-
 constexpr int WARPS_M = TILE_M / WARP_M, WARPS_N = TILE_N / WARP_N;
 constexpr int THREADS = 32 * WARPS_M * WARPS_N;
 constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 16;
 
-// A slice holds 64 bytes of depth for each pixel, then for each filter. 16 bytes of padding put the 8 neighbouring rows
-// that are read together 20 banks apart: all of them begin in different groups of 4 banks.
+// A slice holds 64 bytes of depth for each pixel, then for each filter. 16 bytes of padding put neighbouring rows 20
+// banks apart, so that 8 of them, which are read together, begin in different groups of 4 banks.
 constexpr int TILE_K = 64 / static_cast<int>(sizeof(ELEMENT));
 constexpr int PITCH = 80 / static_cast<int>(sizeof(ELEMENT));
 constexpr int SLICE = (TILE_M + TILE_N) * PITCH;
 
-// Where the epilogue finds 16 rows of a warp's sums.
+// Where the epilogue finds 16 rows of a warp's sums, likewise padded.
 constexpr int SUMS_PITCH = WARP_N + 4;
 constexpr int SUMS = 16 * SUMS_PITCH;
 
 static_assert(TILE_M % WARP_M == 0 && TILE_N % WARP_N == 0, "warps must cover the tile");
-static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0 && 256 % WARP_N == 0, "fragments must cover a warp's tile, lanes its rows");
+static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0, "fragments must cover a warp's tile");
+static_assert(256 % WARP_N == 0, "in the epilogue 32 lanes of 8 columns must cover whole rows");
 static_assert(VECTOR == 1 || VECTOR == PER_CHUNK<ELEMENT>, "elements per load");
 static_assert(WARPS_M * WARPS_N * SUMS * sizeof(float) <= 2 * SLICE * sizeof(ELEMENT), "sums must fit where slices were");
 
-// Brings slices of both operands to shared memory through registers. Thread t loads column t % COLUMNS of every
-// ROW_STEP-th row, so that it tracks a single depth, however many rows.
+// What one load brings: a chunk or an element.
+template <int ELEMENTS>
+struct PacketOf {
+    using Type = Chunk;
+};
+template <>
+struct PacketOf<1> {
+    using Type = ELEMENT;
+};
+using Packet = PacketOf<VECTOR>::Type;
+
+// Brings slices of both operands to shared memory through registers. A thread loads one column of every ROW_STEP-th row,
+// so that it tracks a single depth, however many rows.
 struct SliceLoader {
-    static constexpr int COLUMNS = TILE_K / VECTOR;
-    static constexpr int ROW_STEP = THREADS / COLUMNS;
+    static constexpr int PACKETS = TILE_K / VECTOR;    // per row
+    static constexpr int ROW_STEP = THREADS / PACKETS;
     static constexpr int PIXELS = TILE_M / ROW_STEP;   // pixels this thread loads for
     static constexpr int FILTERS = TILE_N / ROW_STEP;  // filters this thread loads
     static_assert(TILE_M % ROW_STEP == 0 && TILE_N % ROW_STEP == 0, "passes must cover pixels and filters");
 
     const Conv2dParams& params;
-    const int row, column;
+    const ELEMENT* x;
+    const PixelRow* pixel_rows;
+    int row, column;            // of this thread's first packet in a slice
     const ELEMENT* filter_row;  // of the first filter this thread loads, at its current depth
-    const int filters_left;     // filters of the group from that one on
+    int filters_left;           // filters of the group from that one on
     int depth;
     Depth position;
     Packet pixels[PIXELS], filters[FILTERS];
 
     // `filter`: the block's first; `left`: filters of the group from there on.
-    __device__ __forceinline__ SliceLoader(const Conv2dParams& params, const ELEMENT* filter, int left)
+    __device__ __forceinline__ SliceLoader(const Conv2dParams& params, const ELEMENT* x, const PixelRow* pixel_rows,
+                                           const ELEMENT* filter, int left)
         : params(params),
+          x(x),
+          pixel_rows(pixel_rows),
           row(first_row()),
-          column(threadIdx.x % COLUMNS * VECTOR),
+          column(threadIdx.x % PACKETS * VECTOR),
           filter_row(filter + row * params.gemm_k + column),
           filters_left(left - row),
           depth(column),
           position(column, params) {}
 
     // Reads the next slice into registers; zeros outside the image, past the last filter, and past the depth.
-    __device__ __forceinline__ void load(const ELEMENT* x, const PixelRow* rows) {
+    __device__ __forceinline__ void load() {
         const int dh = position.r * params.dilation_h, dw = position.s * params.dilation_w;
         const int to_tap = (dh * params.W + dw) * params.C + position.c;
         const bool within = depth < params.gemm_k;
 #pragma unroll
         for (int i = 0; i < PIXELS; ++i) {
-            const PixelRow pixel = rows[row + i * ROW_STEP];
+            const PixelRow pixel = pixel_rows[row + i * ROW_STEP];
             const bool valid = within && static_cast<unsigned>(pixel.h + dh) < static_cast<unsigned>(params.H) &&
                                static_cast<unsigned>(pixel.w + dw) < static_cast<unsigned>(params.W);
             pixels[i] = read(x + pixel.offset + to_tap, valid);
@@ -165,10 +168,9 @@ struct SliceLoader {
     }
 
   private:
-    // Columns of 16 bytes are stored 8 threads, thus 2 rows, at a time. Rows that are 4 apart fill all banks; neighbours
-    // would meet in some.
+    // Chunks are stored by 8 threads, thus to 2 rows, at a time: rows 4 apart fill all banks, neighbours would share some.
     static __device__ __forceinline__ int first_row() {
-        const int row = threadIdx.x / COLUMNS;
+        const int row = threadIdx.x / PACKETS;
         return VECTOR == 1 ? row : row / 8 * 8 + row % 2 * 4 + row / 2 % 4;
     }
 
@@ -176,35 +178,37 @@ struct SliceLoader {
         return valid ? *reinterpret_cast<const Packet*>(source) : Packet{};
     }
 
-    // Floats are rounded to TF32 here: load() would have to wait for them, and after load_matrix_sync, where the API's
-    // manual does it, each warp that reads an element would round it again.
-    static __device__ __forceinline__ void write(ELEMENT* destination, Packet values) {
-        *reinterpret_cast<Packet*>(destination) = Load<VECTOR>::rounded(values);
+    // Rounds here: load() would have to wait for its values, and after load_matrix_sync, where the API's manual does it,
+    // every warp that reads a value would round it again.
+    static __device__ __forceinline__ void write(ELEMENT* destination, Packet packet) {
+        unsigned* const words = reinterpret_cast<unsigned*>(&packet);
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(Packet) / 4); ++i) words[i] = Operand<ELEMENT>::rounded(words[i]);
+        *reinterpret_cast<Packet*>(destination) = packet;
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     conv2d_wmma(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ filter, const float* __restrict__ bias,
                 const ELEMENT* residual, ELEMENT* y, const Conv2dParams params) {
-    extern __shared__ __align__(128) unsigned char shared[];
-    ELEMENT* const slices = reinterpret_cast<ELEMENT*>(shared);  // two of them
-    PixelRow* const rows = reinterpret_cast<PixelRow*>(slices + 2 * SLICE);
+    __shared__ __align__(128) ELEMENT slices[2][SLICE];
+    __shared__ PixelRow pixel_rows[TILE_M];
 
     const int filter_tiles = (params.group_filters + TILE_N - 1) / TILE_N;
     const int m0 = blockIdx.x / filter_tiles * TILE_M;
     const int n0 = blockIdx.x % filter_tiles * TILE_N;
     const int group = blockIdx.y;
-    for (int i = threadIdx.x; i < TILE_M; i += THREADS) rows[i] = PixelRow(params, m0 + i, group);
+    for (int i = threadIdx.x; i < TILE_M; i += THREADS) pixel_rows[i] = PixelRow(params, m0 + i, group);
+    __syncthreads();
+
+    const ELEMENT* const first_filter = filter + (group * params.group_filters + n0) * params.gemm_k;
+    SliceLoader loader(params, x, pixel_rows, first_filter, params.group_filters - n0);
+    loader.load();
+    loader.store(slices[0]);
     __syncthreads();
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int warp_m = warp / WARPS_N * WARP_M, warp_n = warp % WARPS_N * WARP_N;
-
-    SliceLoader loader(params, filter + (group * params.group_filters + n0) * params.gemm_k, params.group_filters - n0);
-    loader.load(x, rows);
-    loader.store(slices);
-    __syncthreads();
-
     Accumulator sums[FRAGMENTS_M][FRAGMENTS_N];
 #pragma unroll
     for (int i = 0; i < FRAGMENTS_M; ++i) {
@@ -215,31 +219,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int slice_count = (params.gemm_k + TILE_K - 1) / TILE_K;
     for (int slice = 0; slice < slice_count; ++slice) {
         const bool more = slice + 1 < slice_count;
-        if (more) loader.load(x, rows);  // arrives while this slice is multiplied
+        if (more) loader.load();  // arrives while this slice is multiplied
 
-        const InMemory* const base = reinterpret_cast<const InMemory*>(slices + slice % 2 * SLICE);
+        const InMemory* const operands = reinterpret_cast<const InMemory*>(slices[slice % 2]);
 #pragma unroll
         for (int k = 0; k < TILE_K; k += DEPTH) {
             FilterFragment filters[FRAGMENTS_N];
 #pragma unroll
             for (int j = 0; j < FRAGMENTS_N; ++j) {
-                wmma::load_matrix_sync(filters[j], base + (TILE_M + warp_n + j * 16) * PITCH + k, PITCH);
+                wmma::load_matrix_sync(filters[j], operands + (TILE_M + warp_n + j * 16) * PITCH + k, PITCH);
             }
 #pragma unroll
             for (int i = 0; i < FRAGMENTS_M; ++i) {
                 PixelFragment pixels;
-                wmma::load_matrix_sync(pixels, base + (warp_m + i * 16) * PITCH + k, PITCH);
+                wmma::load_matrix_sync(pixels, operands + (warp_m + i * 16) * PITCH + k, PITCH);
 #pragma unroll
                 for (int j = 0; j < FRAGMENTS_N; ++j) wmma::mma_sync(sums[i][j], pixels, filters[j], sums[i][j]);
             }
         }
-        if (more) loader.store(slices + (slice + 1) % 2 * SLICE);
+        if (more) loader.store(slices[(slice + 1) % 2]);
         __syncthreads();
     }
 
-    // Each warp passes its sums through a place of its own, 16 rows at a time; a lane takes 8 neighbouring filters.
+    // Each warp passes its sums, 16 rows at a time, through a place of its own; a lane takes 8 neighbouring filters.
     constexpr int LANES_PER_ROW = WARP_N / 8, ROWS_PER_PASS = 32 / LANES_PER_ROW;
-    float* const warp_sums = reinterpret_cast<float*>(shared) + warp * SUMS;
+    float* const warp_sums = reinterpret_cast<float*>(slices[0]) + warp * SUMS;
     const int column = lane % LANES_PER_ROW * 8;
     const int group_k = n0 + warp_n + column;
     const int k = group * params.group_filters + group_k;
@@ -259,12 +263,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const int row = pass + lane / LANES_PER_ROW;
             const int m = m0 + warp_m + i * 16 + row;
             if (m >= params.gemm_m) continue;
-            alignas(16) float values[8];
+            float values[8];
 #pragma unroll
-            for (int v = 0; v < 8; v += 4) {
-                *reinterpret_cast<float4*>(values + v) =
-                    *reinterpret_cast<const float4*>(warp_sums + row * SUMS_PITCH + column + v);
-            }
+            for (int v = 0; v < 8; ++v) values[v] = warp_sums[row * SUMS_PITCH + column + v];
             epilogue.store<(VECTOR > 1)>(y, static_cast<long long>(m) * params.K + k, columns, values, bias_values);
         }
         __syncwarp();  // before the next 16 rows take the place

@@ -6,8 +6,9 @@
 // Layouts    x NHWC, ELEMENT; y NC, fp32; pixels = H·W.
 // Grid       x: ceil(C / CHANNELS) blocks, y: images (a grid-stride loop past 65535). Block COLUMNS × 8 rows of pixels; a
 //            thread has VECTOR neighbouring channels: 16 bytes' worth (C a multiple of it) or one.
-// Bound      memory: one read of x. A thread has IN_FLIGHT loads under way, all there are on a 7×7 map. The 8 partial sums
-//            of a channel are added in a fixed order, so that runs agree bit for bit.
+// Bound      memory: one read of x. A thread has IN_FLIGHT loads under way, all there are on a 7×7 map; a minimum of
+//            resident blocks is stated so that the compiler does not save registers by taking turns. The 8 partial sums of
+//            a channel are added in a fixed order, so that runs agree bit for bit.
 #include "elementwise.cuh"
 
 #ifndef ELEMENT
@@ -22,7 +23,7 @@ constexpr int COLUMNS = VECTOR == 1 ? 32 : 8;  // 128 bytes or more side by side
 constexpr int CHANNELS = COLUMNS * VECTOR;
 static_assert(CHANNELS <= COLUMNS * ROWS, "at the end a thread has one channel");
 
-extern "C" __global__ void __launch_bounds__(COLUMNS * ROWS)
+extern "C" __global__ void __launch_bounds__(COLUMNS * ROWS, 4)
 global_avg_pool2d(const ELEMENT* __restrict__ x, float* __restrict__ y, int N, int pixels, int C) {
     __shared__ float partial[ROWS][CHANNELS];
     const int column = threadIdx.x * VECTOR;  // within the block's channels

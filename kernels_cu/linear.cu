@@ -7,7 +7,8 @@
 // Grid       x: ceil(K/8) blocks, y: groups of ROWS images. Block 8 warps; a warp owns one k and ROWS images: each weight
 //            is read once per ROWS images, and the 8 warps of a block share x through L1.
 // Requires   VECTOR = 4: C a multiple of 4.
-// Bound      memory, by the weights: a lane has IN_FLIGHT loads of them under way. Many images are a matter for the
+// Bound      memory, by the weights: a lane has IN_FLIGHT loads of them under way; a minimum of resident blocks is
+//            stated so that the compiler does not save registers by taking turns. Many images are a matter for the
 //            convolution kernels. An image's result depends neither on N nor on its place among them.
 #include "elementwise.cuh"
 
@@ -16,7 +17,7 @@
 #define VECTOR 4  // elements per load: 4 or 1
 #endif
 
-constexpr int WARPS = 8, IN_FLIGHT = 8;
+constexpr int WARPS = 8, IN_FLIGHT = ROWS == 1 ? 8 : 4;
 
 // Loads VECTOR values, or sets them to zero.
 __device__ __forceinline__ void load_if(bool valid, const float* source, float (&values)[VECTOR]) {
@@ -25,7 +26,7 @@ __device__ __forceinline__ void load_if(bool valid, const float* source, float (
     if (valid) load(source, values);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 linear(const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias, float* __restrict__ y,
        int N, int C, int K) {
     const int lane = threadIdx.x % 32;

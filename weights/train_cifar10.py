@@ -237,7 +237,7 @@ def main() -> None:
     state = {k: v for k, v in taught(split, epochs).state_dict().items() if not k.endswith("num_batches_tracked")}
     record = {
         "model": "resnet20",
-        "command": f"python weights/train_cifar10.py --data DIR --epochs {options.epochs} --output {options.output.name}",
+        "command": f"python weights/train_cifar10.py --data DIR --epochs {options.epochs} --output FILE",
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,

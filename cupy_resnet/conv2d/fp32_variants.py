@@ -10,7 +10,7 @@ from . import configs
 from .device import Device
 from .params import conv2d_params
 from .problem import Conv2dProblem
-from .variant import NULL, Filter, Operands, Support, Variant, blocks, launch_with_shared
+from .variant import NULL, Filter, Operands, Support, Variant, blocks
 
 if TYPE_CHECKING:
     import cupy
@@ -180,4 +180,4 @@ class Winograd(Variant):
         tiles = problem.N * blocks(problem.P, 2) * blocks(problem.Q, 2)
         grid = (blocks(tiles, config.TILES) * blocks(problem.K, config.TILE_K),)
         arguments = (operands.x, transformed, *operands.tail(), conv2d_params(problem, operands.relu))
-        launch_with_shared(kernel, grid, (self.THREADS,), arguments, config.shared_memory)
+        jit.launch(kernel, grid, (self.THREADS,), arguments, shared=config.shared_memory)

@@ -8,7 +8,7 @@ import numpy as np
 from .. import jit
 from .device import Device
 from .precision import PRECISIONS, Precision
-from .variant import NULL, Filter, Support, blocks, launch_with_shared
+from .variant import NULL, Filter, Support, blocks
 
 if TYPE_CHECKING:
     import cupy
@@ -109,7 +109,7 @@ def launch_stem(
     grid = (blocks(y.shape[1], POOLED_ROWS) * blocks(y.shape[2], POOLED_COLUMNS) * N, K // TILE_FILTERS)
     vectors = (NULL, NULL) if mean is None else (mean, std)
     arguments = (x, padded_filter(filter), bias, *vectors, y, params)
-    launch_with_shared(kernel, grid, (THREADS,), arguments, _shared_memory(precision, C))
+    jit.launch(kernel, grid, (THREADS,), arguments, shared=_shared_memory(precision, C))
 
 
 @lru_cache(maxsize=256)

@@ -10,7 +10,7 @@ from .device import Device
 from .params import conv2d_params
 from .problem import Conv2dProblem
 from .scratch import COUNTERS, counters
-from .variant import NULL, Filter, Operands, Support, Variant, blocks, launch_with_shared
+from .variant import NULL, Filter, Operands, Support, Variant, blocks
 
 if TYPE_CHECKING:
     import cupy
@@ -68,7 +68,7 @@ class Wmma(Variant):
         kernel = jit.get_function("conv2d_wmma", defines=config.defines())
         grid = (blocks(problem.gemm_m, config.tile_m) * blocks(problem.gemm_n, config.tile_n), problem.groups)
         arguments = (operands.x, operands.filter.weight, *operands.tail(), conv2d_params(problem, operands.relu))
-        launch_with_shared(kernel, grid, (config.threads,), arguments, config.shared_memory)
+        jit.launch(kernel, grid, (config.threads,), arguments, shared=config.shared_memory)
 
 
 class Mma(Variant):
@@ -125,7 +125,7 @@ class Mma(Variant):
             floats = tiles * merged.groups * config.split_k_slices * config.tile_m * config.tile_n
             workspace, arrived = cupy.empty(floats, cupy.float32), counters()
         arguments = (operands.x, weight, *operands.tail(), workspace, arrived, conv2d_params(merged, operands.relu))
-        launch_with_shared(kernel, grid, (config.threads,), arguments, config.shared_memory)
+        jit.launch(kernel, grid, (config.threads,), arguments, shared=config.shared_memory, waits=True)
 
 
 def as_merged(problem: Conv2dProblem, count: int) -> Conv2dProblem:

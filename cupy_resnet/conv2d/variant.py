@@ -76,16 +76,3 @@ class Variant:
 
 def blocks(total: int, per_block: int) -> int:
     return -(-total // per_block)
-
-
-STATIC_LIMIT = 48 << 10
-"""Bytes of dynamic shared memory a kernel gets without asking."""
-
-
-def launch_with_shared(
-    kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...], shared: int
-) -> None:
-    """Launches with `shared` bytes of dynamic shared memory, asking for the opt-in limit where needed."""
-    if shared > STATIC_LIMIT:
-        kernel.max_dynamic_shared_size_bytes = shared
-    kernel(grid, block, arguments, shared_mem=shared)
