@@ -36,27 +36,24 @@
 
 namespace wmma = nvcuda::wmma;
 
-// What the API calls an element in fragments and in memory, the depth of one product, and how 4 bytes of operands are
+// What the API calls an element in fragments and in memory, the depth of one product, and how a word of shared memory is
 // rounded before it.
 template <typename Element>
 struct Operand {
     static_assert(sizeof(Element) == 0, "tensor cores multiply BFloat16 and float (TF32) on sm_80 and newer only");
 };
-template <>
-struct Operand<Half> {
-    using InFragment = __half;
-    using InMemory = __half;
+template <typename Type>
+struct TwoByteOperand {
+    using InFragment = Type;
+    using InMemory = Type;
     static constexpr int DEPTH = 16;
     static __device__ __forceinline__ unsigned rounded(unsigned pair) { return pair; }
 };
+template <>
+struct Operand<Half> : TwoByteOperand<__half> {};
 #if __CUDA_ARCH__ >= 800
 template <>
-struct Operand<BFloat16> {
-    using InFragment = __nv_bfloat16;
-    using InMemory = __nv_bfloat16;
-    static constexpr int DEPTH = 16;
-    static __device__ __forceinline__ unsigned rounded(unsigned pair) { return pair; }
-};
+struct Operand<BFloat16> : TwoByteOperand<__nv_bfloat16> {};
 template <>
 struct Operand<float> {
     using InFragment = wmma::precision::tf32;
@@ -120,8 +117,7 @@ struct SliceLoader {
     int row, column;            // of this thread's first packet in a slice
     const ELEMENT* filter_row;  // of the first filter this thread loads, at its current depth
     int filters_left;           // filters of the group from that one on
-    int depth;
-    Depth position;
+    Depth position;             // of this thread in the coming slice
     Packet pixels[PIXELS], filters[FILTERS];
 
     // `filter`: the block's first; `left`: filters of the group from there on.
@@ -134,14 +130,13 @@ struct SliceLoader {
           column(threadIdx.x % PACKETS * VECTOR),
           filter_row(filter + row * params.gemm_k + column),
           filters_left(left - row),
-          depth(column),
           position(column, params) {}
 
     // Reads the next slice into registers; zeros outside the image, past the last filter, and past the depth.
     __device__ __forceinline__ void load() {
         const int dh = position.r * params.dilation_h, dw = position.s * params.dilation_w;
         const int to_tap = (dh * params.W + dw) * params.C + position.c;
-        const bool within = depth < params.gemm_k;
+        const bool within = position.r < params.R;
 #pragma unroll
         for (int i = 0; i < PIXELS; ++i) {
             const PixelRow pixel = pixel_rows[row + i * ROW_STEP];
@@ -153,7 +148,6 @@ struct SliceLoader {
         for (int i = 0; i < FILTERS; ++i) {
             filters[i] = read(filter_row + i * ROW_STEP * params.gemm_k, within && i * ROW_STEP < filters_left);
         }
-        depth += TILE_K;
         filter_row += TILE_K;
         position.advance(TILE_K, params);
     }

@@ -1,14 +1,16 @@
 """Which kernel solves what, frozen, and how one is chosen: no GPU is needed for either."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers import conv_shapes
 
-from cupy_resnet.conv2d import H100, VARIANTS, Conv2dProblem, Device, choose, variant_names
-from cupy_resnet.conv2d.configs import ImplicitGemmConfig
+from cupy_resnet.conv2d import H100, PRECISIONS, VARIANTS, Conv2dProblem, Device, heuristics, variant_names
+from cupy_resnet.conv2d.configs import MmaConfig
 from cupy_resnet.conv2d.heuristics import cost, fastest
+from cupy_resnet.conv2d.tensor_core_variants import MERGED_CHANNELS, as_merged, is_aligned, merged_groups, tile_count
 from cupy_resnet.errors import UnsupportedProblemError
 
 
@@ -25,6 +27,7 @@ A100 = device("A100", (8, 0), 108, 163)
 A10 = device("A10", (8, 6), 72, 99)
 DEVICES = (V100, T4, A100, A10, H100)
 GENERAL = ("conv2d_direct", "conv2d_shared", "im2col_sgemm", "conv2d_implicit_gemm")
+TENSOR_CORES = ("conv2d_wmma", "conv2d_mma")
 
 PLAIN = Conv2dProblem(N=2, H=14, W=14, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1)
 PROBLEMS = {
@@ -50,59 +53,95 @@ PROBLEMS = {
     "strided, dilated, grouped": replace(PLAIN, stride_h=3, dilation_w=2, groups=2),
 }
 
-OLD = "needs compute capability 8.0"
-WINOGRAD = {
-    # problem: why not on (V100, T4, A100, A10, H100)
-    "plain 3×3": (OLD, OLD, "", "", ""),
-    "no padding": (OLD, OLD, "", "", ""),
-    "uneven padding": (OLD, OLD, "", "", ""),
-    "padding larger than the filter": (OLD, OLD, "", "", ""),
-    "odd channels": (OLD, OLD, "", "", ""),
-    "one channel": (OLD, OLD, "", "", ""),
-    "1×1 image": (OLD, OLD, "", "", ""),
-    "empty batch": (OLD, OLD, "", "", ""),
-    "1×1": ("transforms 3×3 filters, not 1×1",) * 5,
-    "5×5": ("transforms 3×3 filters, not 5×5",) * 5,
-    "3×1": ("transforms 3×3 filters, not 3×1",) * 5,
-    "1×3": ("transforms 3×3 filters, not 1×3",) * 5,
-    "stem": ("transforms 3×3 filters, not 7×7",) * 5,
-    "stride 2": ("needs stride 1, not 2×2",) * 5,
-    "stride 1×2": ("needs stride 1, not 1×2",) * 5,
-    "dilation 2": ("needs dilation 1, not 2×2",) * 5,
-    "dilation 2×1": ("needs dilation 1, not 2×1",) * 5,
-    "grouped": ("needs groups 1, not 4",) * 5,
-    "depthwise": ("needs groups 1, not 64",) * 5,
-    "strided, dilated, grouped": ("needs stride 1, not 3×1",) * 5,
+MINIMUM = {
+    # variant: precision: lowest compute capability
+    "conv2d_direct": {"fp32": (7, 0)},
+    "conv2d_shared": {"fp32": (7, 0)},
+    "im2col_sgemm": {"fp32": (7, 0)},
+    "conv2d_implicit_gemm": {"fp32": (7, 0)},
+    "conv2d_winograd": {"fp32": (8, 0)},
+    "conv2d_wmma": {"fp16": (7, 0), "bf16": (8, 0), "tf32": (8, 0)},
+    "conv2d_mma": {"fp16": (8, 0), "bf16": (8, 0), "tf32": (8, 0), "fp32-tc": (8, 0)},
 }
-"""The frozen matrix: a refusal that is not written here is a fault. The other variants refuse nothing."""
+"""The frozen matrix: a refusal that is written neither here nor in WINOGRAD is a fault."""
+
+WINOGRAD = {
+    # problem: why not, whatever the GPU; the problems that are not here it solves
+    "1×1": "transforms 3×3 filters, not 1×1",
+    "5×5": "transforms 3×3 filters, not 5×5",
+    "3×1": "transforms 3×3 filters, not 3×1",
+    "1×3": "transforms 3×3 filters, not 1×3",
+    "stem": "transforms 3×3 filters, not 7×7",
+    "stride 2": "needs stride 1, not 2×2",
+    "stride 1×2": "needs stride 1, not 1×2",
+    "dilation 2": "needs dilation 1, not 2×2",
+    "dilation 2×1": "needs dilation 1, not 2×1",
+    "grouped": "needs groups 1, not 4",
+    "depthwise": "needs groups 1, not 64",
+    "strided, dilated, grouped": "needs stride 1, not 3×1",
+}
+
+choose = partial(heuristics.choose, use_tables=False)
+"""By the model alone: what was measured on the machine at hand must not decide a test."""
+
+
+def solves(variant: str, precision: str, gpu: Device) -> bool:
+    """What `MINIMUM` says."""
+    minimum = MINIMUM[variant].get(precision)
+    return minimum is not None and gpu.compute_capability >= minimum
 
 
 def test_the_ladder_from_the_bottom() -> None:
-    assert variant_names() == [*GENERAL, "conv2d_winograd"]
+    assert variant_names() == [*GENERAL, "conv2d_winograd", *TENSOR_CORES]
+    assert list(MINIMUM) == variant_names()
     assert all(VARIANTS[name].name == name for name in VARIANTS)
+    assert {precision for row in MINIMUM.values() for precision in row} == set(PRECISIONS)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_frozen_support(name: str) -> None:
-    for gpu, why_not in zip(DEVICES, WINOGRAD[name], strict=True):
-        for variant in GENERAL:
-            assert VARIANTS[variant].supports(PROBLEMS[name], gpu) == (True, ""), f"{variant} on {gpu.name}"
-        supported, reason = VARIANTS["conv2d_winograd"].supports(PROBLEMS[name], gpu)
-        assert supported is (not why_not), gpu.name
-        assert reason.startswith(why_not) and bool(reason) == bool(why_not), gpu.name  # noqa: PT018
+    for variant in MINIMUM:
+        for precision in PRECISIONS:
+            for gpu in DEVICES:
+                supported, reason = VARIANTS[variant].supports(replace(PROBLEMS[name], precision=precision), gpu)
+                expected = solves(variant, precision, gpu)
+                if variant == "conv2d_winograd" and name in WINOGRAD:
+                    assert (supported, reason) == (False, WINOGRAD[name]), f"{precision} on {gpu.name}"
+                else:
+                    assert supported is expected, f"{variant}, {precision} on {gpu.name}: {reason}"
+                    assert bool(reason) is not expected, f"{variant}, {precision} on {gpu.name}: {reason}"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "precision", "gpu", "reason"),
+    [
+        ("conv2d_direct", "fp16", H100, "computes in fp32, not in fp16"),
+        ("conv2d_winograd", "tf32", H100, "computes in fp32, not in tf32"),
+        ("conv2d_winograd", "fp32", T4, "needs compute capability 8.0, T4 has 7"),
+        ("conv2d_wmma", "fp32", H100, "computes in fp16 or bf16 or tf32, not in fp32"),
+        ("conv2d_wmma", "fp32-tc", H100, "computes in fp16 or bf16 or tf32, not in fp32-tc"),
+        ("conv2d_wmma", "bf16", V100, "needs compute capability 8.0 for bf16, V100 has 7.0"),
+        ("conv2d_wmma", "tf32", T4, "needs compute capability 8.0 for tf32, T4 has 7.5"),
+        ("conv2d_mma", "fp16", T4, "needs compute capability 8.0, T4 has 7.5"),
+        ("conv2d_mma", "fp32", H100, "computes in fp16 or bf16 or tf32 or fp32-tc, not in fp32"),
+    ],
+)
+def test_why_not(variant: str, precision: str, gpu: Device, reason: str) -> None:
+    supported, why_not = VARIANTS[variant].supports(replace(PLAIN, precision=precision), gpu)
+    assert supported is False
+    assert why_not.startswith(reason)
+
+
+@pytest.mark.parametrize("variant", MINIMUM)
 def test_what_no_kernel_does_is_refused_by_name(variant: str) -> None:
-    supports = VARIANTS[variant].supports
-    assert supports(replace(PLAIN, dtype="float16"), H100) == (False, "computes float32, not float16")
-    too_many_pixels = supports(replace(PLAIN, N=2**24), H100)
-    assert too_many_pixels[0] is False
-    assert too_many_pixels[1].startswith("output pixels N·P·Q = ")
-    old = supports(PLAIN, GTX1080)
-    assert old[0] is False
-    assert old[1].startswith("needs compute capability ")
-    assert old[1].endswith(", GTX 1080 has 61")
+    for precision in MINIMUM[variant]:
+        problem = replace(PLAIN, precision=precision)
+        too_many_pixels = VARIANTS[variant].supports(replace(problem, N=2**24), H100)
+        assert too_many_pixels[0] is False
+        assert too_many_pixels[1].startswith("output pixels N·P·Q = ")
+        old = VARIANTS[variant].supports(problem, GTX1080)
+        assert old[0] is False
+        assert old[1].startswith("needs compute capability ")
 
 
 def test_winograd_tells_how_much_shared_memory_is_missing() -> None:
@@ -115,29 +154,39 @@ def test_winograd_tells_how_much_shared_memory_is_missing() -> None:
 def test_every_row_of_conv_shapes(data_folder: Path) -> None:
     problems = conv_shapes(data_folder)
     assert len(problems) == 166
-    for name, p in problems.items():
-        for variant in GENERAL:
+    for name, fp32 in problems.items():
+        for precision in PRECISIONS:
+            p = replace(fp32, precision=precision)
             for gpu in DEVICES:
-                assert VARIANTS[variant].supports(p, gpu) == (True, ""), f"{name}: {variant} on {gpu.name}"
-        own = (p.R, p.S, p.stride_h, p.stride_w, p.dilation_h, p.dilation_w, p.groups) == (3, 3, 1, 1, 1, 1, 1)
-        assert VARIANTS["conv2d_winograd"].supports(p, H100)[0] == own, name
+                for variant in (*GENERAL, *TENSOR_CORES):
+                    expected = solves(variant, precision, gpu)
+                    assert VARIANTS[variant].supports(p, gpu)[0] is expected, f"{name}: {variant} on {gpu.name}"
+            own = (p.R, p.S, p.stride_h, p.stride_w, p.dilation_h, p.dilation_w, p.groups) == (3, 3, 1, 1, 1, 1, 1)
+            assert VARIANTS["conv2d_winograd"].supports(p, H100)[0] == (own and precision == "fp32"), name
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_candidates_are_configurations_that_fit_the_device(name: str) -> None:
-    problem = PROBLEMS[name]
-    for variant in VARIANTS.values():
-        for gpu in DEVICES:
-            if not variant.supports(problem, gpu)[0]:
-                continue
-            candidates = variant.candidates(problem, gpu)
-            assert candidates, f"{variant.name} on {gpu.name}"
-            assert set(candidates) <= set(variant.configurations())
-            for config in candidates:
-                assert getattr(config, "shared_memory", 0) <= gpu.shared_memory_per_block, f"{config} on {gpu.name}"
-            config, predicted = fastest(variant.name, problem, gpu)
-            assert config in candidates
-            assert predicted == min(cost(problem, gpu, candidate) for candidate in candidates)
+def test_candidates_are_compiled_forms_that_fit_the_device(name: str) -> None:
+    for precision in PRECISIONS:
+        problem = replace(PROBLEMS[name], precision=precision)
+        for variant in VARIANTS.values():
+            for gpu in DEVICES:
+                if not variant.supports(problem, gpu)[0]:
+                    continue
+                candidates = variant.candidates(problem, gpu)
+                assert len(set(candidates)) == len(candidates) > 0, f"{variant.name} on {gpu.name}"
+                assert {compiled_form(config) for config in candidates} <= set(variant.configurations())
+                for config in candidates:
+                    assert getattr(config, "shared_memory", 0) <= gpu.shared_memory_per_block, f"{config}, {gpu.name}"
+                    assert getattr(config, "precision", precision) == precision
+                config, predicted = fastest(variant.name, problem, gpu, spread_nan=True)
+                assert config in candidates
+                assert predicted == min(cost(problem, gpu, candidate) for candidate in candidates)
+
+
+def compiled_form(config: object) -> object:
+    """The configuration without what is decided at launch."""
+    return replace(config, split_k_slices=1, merged_groups=1) if isinstance(config, MmaConfig) else config
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -149,24 +198,42 @@ def test_wide_loads_only_where_they_are_aligned(name: str) -> None:
     if problem.gemm_k % 4 or problem.C % 4:
         (config,) = VARIANTS["im2col_sgemm"].candidates(problem, H100)
         assert config.vector == 1
+    for variant in TENSOR_CORES:
+        for precision in MINIMUM[variant]:
+            typed = replace(problem, precision=precision)
+            chunk = {"fp16": 8, "bf16": 8, "tf32": 4, "fp32-tc": 4}[precision]
+            for config in VARIANTS[variant].candidates(typed, H100):
+                seen = as_merged(typed, getattr(config, "merged_groups", 1))
+                assert config.aligned == (seen.group_channels % chunk == 0 and seen.gemm_n % 8 == 0), config
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("gpu", DEVICES, ids=lambda gpu: gpu.name)
 def test_auto_takes_the_general_kernel(name: str, gpu: Device) -> None:
-    choice = choose(PROBLEMS[name], gpu)
-    assert choice.variant == "conv2d_implicit_gemm"
-    assert choice.config == fastest("conv2d_implicit_gemm", PROBLEMS[name], gpu)[0]
-    assert choice.fallback is None
-    assert choice.reason.endswith(f" on {gpu.sm_count} multiprocessors")
+    for precision in PRECISIONS:
+        problem = replace(PROBLEMS[name], precision=precision)
+        order = ("conv2d_mma", "conv2d_wmma") if PRECISIONS[precision].tensor_cores else ("conv2d_implicit_gemm",)
+        expected = [variant for variant in order if solves(variant, precision, gpu)]
+        if not expected:
+            with pytest.raises(UnsupportedProblemError, match=rf"cannot be computed: .* 8\.0, {gpu.name} has 7\.\d$"):
+                choose(problem, gpu)
+            continue
+        choice = choose(problem, gpu)
+        assert choice.variant == expected[0]
+        assert choice.config == fastest(expected[0], problem, gpu)[0]
+        assert choice.fallback is None
+        ending = " µs by the model" if len(order) > 1 else f" on {gpu.sm_count} multiprocessors"
+        assert choice.reason.endswith(ending)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", MINIMUM)
 def test_a_kernel_is_taken_by_name(variant: str) -> None:
-    for strict in (False, True):
-        choice = choose(PLAIN, H100, variant, strict)
-        assert (choice.variant, choice.reason, choice.fallback) == (variant, "asked for by name", None)
-        assert choice.config in VARIANTS[variant].candidates(PLAIN, H100)
+    for precision in MINIMUM[variant]:
+        problem = replace(PLAIN, precision=precision)
+        for strict in (False, True):
+            choice = choose(problem, H100, variant, strict)
+            assert (choice.variant, choice.reason, choice.fallback) == (variant, "asked for by name", None)
+            assert choice.config in VARIANTS[variant].candidates(problem, H100)
 
 
 def test_where_a_kernel_does_not_apply_the_choice_tells_why() -> None:
@@ -177,19 +244,26 @@ def test_where_a_kernel_does_not_apply_the_choice_tells_why() -> None:
     with pytest.raises(UnsupportedProblemError) as caught:
         choose(problem, H100, "conv2d_winograd", strict=True)
     assert str(caught.value) == f"conv2d_winograd does not support conv2d {problem}: needs stride 1, not 2×2"
+    half = replace(PLAIN, precision="fp16")
+    choice = choose(half, H100, "conv2d_direct")
+    assert (choice.variant, choice.fallback) == ("conv2d_mma", "conv2d_direct computes in fp32, not in fp16")
 
 
-@pytest.mark.parametrize("kernel", ["auto", *GENERAL, "conv2d_winograd"])
+@pytest.mark.parametrize("kernel", ["auto", *MINIMUM])
 @pytest.mark.parametrize("strict", [False, True])
-def test_what_nothing_solves_is_an_error_that_names_it(kernel: str, strict: bool) -> None:
-    problem = replace(PLAIN, N=2**24)
-    with pytest.raises(UnsupportedProblemError, match=rf"conv2d {problem}.*: output pixels N·P·Q = \d+ exceeds"):
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_nothing_solves_is_an_error_that_names_it(kernel: str, strict: bool, precision: str) -> None:
+    problem = replace(PLAIN, N=2**24, precision=precision)
+    reason = r"output pixels N·P·Q = \d+ exceeds"
+    if strict and kernel != "auto" and precision not in MINIMUM[kernel]:
+        reason = f"computes in .*, not in {precision}"
+    with pytest.raises(UnsupportedProblemError, match=rf"conv2d {problem}.*: {reason}"):
         choose(problem, H100, kernel, strict)
 
 
 @pytest.mark.parametrize("name", ["winograd", "", "AUTO", "conv2d"])
 def test_an_unknown_kernel_is_an_error_that_lists_them(name: str) -> None:
-    with pytest.raises(ValueError, match=f"unknown kernel {name!r}.*auto.*{GENERAL[0]}.*conv2d_winograd"):
+    with pytest.raises(ValueError, match=f"unknown kernel {name!r}.*auto.*{GENERAL[0]}.*conv2d_winograd.*conv2d_mma"):
         choose(PLAIN, H100, name)
 
 
@@ -198,41 +272,88 @@ LARGE = Conv2dProblem(N=256, H=56, W=56, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1)
 
 def test_winograd_is_chosen_only_where_it_is_allowed_and_expected_to_be_faster() -> None:
     assert choose(LARGE, H100).variant == "conv2d_implicit_gemm"
-    choice = choose(LARGE, H100, allow_winograd=True)
+    choice = choose(LARGE, H100, spread_nan=True)
     assert choice.variant == "conv2d_winograd"
     assert "faster than conv2d_implicit_gemm" in choice.reason
     for name, problem in PROBLEMS.items():
         for gpu in DEVICES:
-            choice = choose(problem, gpu, allow_winograd=True)
+            choice = choose(problem, gpu, spread_nan=True)
             if choice.variant == "conv2d_winograd":
-                assert not WINOGRAD[name][DEVICES.index(gpu)]
+                assert name not in WINOGRAD
                 general = fastest("conv2d_implicit_gemm", problem, gpu)[1]
                 assert fastest("conv2d_winograd", problem, gpu)[1] < general
-    assert choose(LARGE, T4, allow_winograd=True).variant == "conv2d_implicit_gemm"
+    assert choose(LARGE, T4, spread_nan=True).variant == "conv2d_implicit_gemm"
+    for precision in PRECISIONS:
+        if PRECISIONS[precision].tensor_cores:
+            assert choose(replace(LARGE, precision=precision), H100, spread_nan=True).variant == "conv2d_mma"
 
 
 def test_decisions_are_kept() -> None:
     assert choose(replace(LARGE), H100) is choose(LARGE, H100)
 
 
-def tile_area(problem: Conv2dProblem) -> int:
-    config = choose(problem, H100).config
-    assert isinstance(config, ImplicitGemmConfig)
-    return config.tile_m * config.tile_n
+RESNEXT = replace(LARGE, C=128, K=128, groups=32)
+"""The 3×3 of resnext50_32x4d's first stage."""
 
 
-@pytest.mark.parametrize(("size", "channels"), [(56, 64), (28, 128), (14, 256), (7, 512)])
-def test_bigger_batches_get_bigger_tiles(size: int, channels: int) -> None:
-    layer = replace(PLAIN, H=size, W=size, C=channels, K=channels)
-    areas = [tile_area(replace(layer, N=N)) for N in (1, 16, 256)]
-    assert areas == sorted(areas)
-    assert areas[0] < areas[-1]
+@pytest.mark.parametrize("precision", MINIMUM["conv2d_mma"])
+def test_groups_are_merged_only_where_a_nan_may_spread(precision: str) -> None:
+    for N in (1, 256):
+        problem = replace(RESNEXT, N=N, precision=precision)
+        for gpu in (A100, A10, H100):
+            merged = choose(problem, gpu, spread_nan=True)
+            assert isinstance(merged.config, MmaConfig)
+            assert merged.config.merged_groups == 8, merged
+            assert merged.config.aligned
+            for kernel in ("auto", "conv2d_mma"):
+                alone = choose(problem, gpu, kernel)
+                assert isinstance(alone.config, MmaConfig)
+                assert alone.config.merged_groups == 1, alone
+    plain = choose(replace(LARGE, precision=precision), H100, spread_nan=True).config
+    assert isinstance(plain, MmaConfig)
+    assert plain.merged_groups == 1
 
 
-def test_the_predicted_time_is_positive_and_grows_with_the_work() -> None:
-    for variant in ("conv2d_implicit_gemm", "conv2d_winograd"):
-        for config in VARIANTS[variant].candidates(PLAIN, H100):
-            costs = [cost(replace(LARGE, N=N), H100, config) for N in (1, 64, 512)]
-            assert 0 < costs[0] < costs[1] < costs[2], config
-            assert cost(LARGE, H100, config) < cost(replace(LARGE, C=128), H100, config)
-            assert cost(LARGE, H100, config) < cost(LARGE, A10, config)  # fewer multiprocessors
+@pytest.mark.parametrize(
+    ("C", "K", "groups", "half", "single"),
+    [
+        (128, 128, 32, 8, 8),  # ResNeXt, 4 channels a group
+        (256, 256, 32, 4, 4),  # 8 channels
+        (1024, 1024, 32, 1, 1),  # 32 channels: enough for tensor cores
+        (64, 64, 64, 32, 32),  # depthwise
+        (64, 64, 1, 1, 1),
+        (17, 17, 17, 1, 1),  # no number of groups gives aligned chunks
+        (12, 24, 3, 1, 3),  # 12 channels are 48 bytes in fp32, 24 in fp16
+        (20, 20, 4, 1, 1),  # 20 filters are no multiple of 8
+    ],
+)
+def test_how_many_groups_are_merged(C: int, K: int, groups: int, half: int, single: int) -> None:
+    for precision in MINIMUM["conv2d_mma"]:
+        problem = replace(PLAIN, C=C, K=K, groups=groups, precision=precision)
+        count = merged_groups(problem)
+        assert count == (half if PRECISIONS[precision].element_size == 2 else single), precision
+        if count > 1:
+            seen = as_merged(problem, count)
+            assert is_aligned(seen)
+            assert seen.group_channels == count * problem.group_channels
+            assert problem.group_channels < MERGED_CHANNELS
+            assert (seen.filter_shape[0], seen.output_shape) == (K, problem.output_shape)
+
+
+@pytest.mark.parametrize("precision", MINIMUM["conv2d_mma"])
+def test_the_depth_is_cut_into_parts_that_all_have_work(precision: str) -> None:
+    seen = set()
+    shapes = [*PROBLEMS.values(), RESNEXT, replace(PLAIN, H=7, W=7, C=512, K=512), replace(PLAIN, C=4096, R=5, S=5)]
+    for shape in shapes:
+        for N in (0, 1, 2, 256):
+            problem = replace(shape, N=N, precision=precision)
+            by_form: dict[object, list[int]] = {}
+            for config in VARIANTS["conv2d_mma"].candidates(problem, H100):
+                merged = as_merged(problem, config.merged_groups)
+                if config.split_k_slices > 1:
+                    assert config.split_k_slices * config.tile_k < merged.gemm_k + config.tile_k, config
+                    assert tile_count(merged, config) * config.split_k_slices <= 4 * H100.sm_count, config
+                by_form.setdefault((compiled_form(config), config.merged_groups), []).append(config.split_k_slices)
+                seen.add(config.split_k_slices)
+            assert all(slices[0] == 1 and slices == sorted(set(slices)) for slices in by_form.values())
+    assert seen == {1, 2, 3, 4, 6, 8, 12, 16}

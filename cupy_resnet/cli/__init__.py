@@ -16,6 +16,7 @@ from .kernel_list import kernels
 from .machine import demo, doctor
 from .networks import explain, info, models
 from .photographs import predict
+from .tuning import tune
 from .weights import convert
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ app = typer.Typer(
     epilog="`cupy-resnet demo` shows what this machine can do; `cupy-resnet doctor` what it lacks.",
 )  # fmt: skip
 
-for _command in (predict, demo, info, models, explain, convert, kernels, doctor):
+for _command in (predict, demo, info, models, explain, convert, kernels, tune, doctor):
     app.command()(_command)
 
 

@@ -1,15 +1,22 @@
-"""Which kernel computes a convolution, and in which configuration. Needs no measurement, imports no CuPy."""
+"""Which kernel computes a convolution, and in which configuration. Needs no measurement, imports no CuPy.
 
-from dataclasses import dataclass
+A table of measured choices decides where there is one (`tuned`), elsewhere the cost model.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from .._names import unknown_name
 from ..errors import UnsupportedProblemError
-from . import configs
+from . import configs, tuned
 from .cost_model import cost, implicit_gemm_tiles
 from .device import Device
 from .problem import Conv2dProblem
 from .variants import VARIANTS
+
+logger = logging.getLogger(__name__)
 
 FP32_DEFAULT = "conv2d_implicit_gemm"
 TENSOR_CORE_DEFAULTS = ("conv2d_mma", "conv2d_wmma")
@@ -46,6 +53,7 @@ def choose(
     strict: bool = False,
     *,
     spread_nan: bool = False,
+    use_tables: bool = True,
 ) -> Choice:
     """Decides which kernel computes `problem` on `device`.
 
@@ -58,30 +66,42 @@ def choose(
             expected to be faster: conv2d_winograd (one pixel further, and Inf becomes NaN) and merged groups (into the
             neighbouring groups). That is of no consequence where the result is pooled over the image and mixed over
             the channels anyway, as in a classifier's forward pass, but not what a convolution on its own should do.
+        use_tables: whether `tuned` may know better than the cost model: which kernel, unless one is asked for by name,
+            and which configuration of it.
 
     Raises:
         ValueError: `kernel` is no variant's name.
         UnsupportedProblemError: no kernel solves the problem, or `strict` and the demanded one does not.
     """
     check_kernel(kernel)
-    return _choose(problem, device, kernel, strict, spread_nan)
+    known = tuned.lookup(device.name) if use_tables else None
+    return _choose(problem, device, kernel, strict, spread_nan, known)
 
 
 @lru_cache(maxsize=4096)
-def _choose(problem: Conv2dProblem, device: Device, kernel: str, strict: bool, spread_nan: bool) -> Choice:
+def _choose(
+    problem: Conv2dProblem, device: Device, kernel: str, strict: bool, spread_nan: bool, known: tuned.Lookup | None
+) -> Choice:
     fallback = None
     if kernel != "auto":
         supported, why_not = VARIANTS[kernel].supports(problem, device)
         if supported:
+            measured = _measured([kernel], problem, device, spread_nan, known)
+            if measured is not None:
+                return Choice(kernel, measured.config, f"asked for by name; {measured.reason}")
             return Choice(kernel, fastest(kernel, problem, device, spread_nan)[0], "asked for by name")
         if strict:
             raise UnsupportedProblemError(f"{kernel} does not support conv2d {problem}: {why_not}")
         fallback = f"{kernel} {why_not}"
-    default = _default(problem, device)
+    names = automatic(problem, device, spread_nan)
+    measured = _measured(names, problem, device, spread_nan, known)
+    if measured is not None:
+        return replace(measured, fallback=fallback)
+    default = names[0]
     config, expected = fastest(default, problem, device, spread_nan)
     if default != FP32_DEFAULT:
         return Choice(default, config, f"{expected:.1f} µs by the model", fallback)
-    if spread_nan and VARIANTS["conv2d_winograd"].supports(problem, device)[0]:
+    if "conv2d_winograd" in names:
         winograd, winograd_cost = fastest("conv2d_winograd", problem, device)
         if winograd_cost < expected:
             reason = f"2.25× fewer multiplications; {expected / winograd_cost:.2f}× faster than {default} by the model"
@@ -89,6 +109,32 @@ def _choose(problem: Conv2dProblem, device: Device, kernel: str, strict: bool, s
     assert isinstance(config, configs.ImplicitGemmConfig)
     tiles = implicit_gemm_tiles(problem, config)
     return Choice(default, config, f"{tiles} tiles on {device.sm_count} multiprocessors", fallback)
+
+
+def _measured(
+    names: Sequence[str], problem: Conv2dProblem, device: Device, spread_nan: bool, known: tuned.Lookup | None
+) -> Choice | None:
+    """Returns what was fastest when it was timed, if that is one of the kernels `names`."""
+    for entry, reason in () if known is None else known.found(problem, spread_nan):
+        if entry.variant not in names:
+            continue
+        config = entry.config_among(allowed(entry.variant, problem, device, spread_nan))
+        if config is not None:
+            return Choice(entry.variant, config, reason)
+        logger.debug("%s: %s has no configuration %s here", problem, entry.variant, entry.config)
+    return None
+
+
+def automatic(problem: Conv2dProblem, device: Device, spread_nan: bool = False) -> list[str]:
+    """Returns the kernels that ``"auto"`` chooses among, first the one that needs no reason; arguments as of `choose`.
+
+    Raises:
+        UnsupportedProblemError: there is none.
+    """
+    names = [_default(problem, device)]
+    if spread_nan and VARIANTS["conv2d_winograd"].supports(problem, device)[0]:
+        names.append("conv2d_winograd")
+    return names
 
 
 def _default(problem: Conv2dProblem, device: Device) -> str:
@@ -103,13 +149,18 @@ def _default(problem: Conv2dProblem, device: Device) -> str:
     raise UnsupportedProblemError(f"conv2d {problem} cannot be computed: {why_not}")
 
 
+def allowed(variant: str, problem: Conv2dProblem, device: Device, spread_nan: bool = False) -> list[configs.Config]:
+    """Returns the configurations of a variant that solve `problem`; without `spread_nan` only those that keep a NaN
+    within its group.
+    """
+    candidates = VARIANTS[variant].candidates(problem, device)
+    return [config for config in candidates if spread_nan or getattr(config, "merged_groups", 1) == 1]
+
+
 def fastest(
     variant: str, problem: Conv2dProblem, device: Device, spread_nan: bool = False
 ) -> tuple[configs.Config, float]:
     """Returns the configuration of a variant that the cost model expects to be fastest, and its cost."""
-    candidates = VARIANTS[variant].candidates(problem, device)
-    if not spread_nan:
-        candidates = [c for c in candidates if getattr(c, "merged_groups", 1) == 1]
-    costs = {config: cost(problem, device, config) for config in candidates}
+    costs = {config: cost(problem, device, config) for config in allowed(variant, problem, device, spread_nan)}
     best = min(costs, key=costs.__getitem__)
     return best, costs[best]

@@ -107,7 +107,7 @@ class Table:
 
     Args:
         gpu: name of the GPU; in a shipped table that of its `family`.
-        sources_digest: of the kernels that were timed, as `jit.sources_digest` gives it.
+        sources_digest: of the kernels that were timed, as `kernels_digest` gives it.
         entries: by key.
     """
 
@@ -180,10 +180,10 @@ class Lookup:
                     f"fastest of {entry.candidates} timed on this GPU, {entry.microseconds:.1f} µs{compared}",
                 )
         for table in self.shipped:
-            changed = "" if table.sources_digest == _digest() else ", before its kernels changed"
+            changed = "" if table.sources_digest == kernels_digest() else ", before its kernels changed"
             for key in keys:
                 if key in table.entries:
-                    yield table.entries[key], f"tuned on an {table.gpu}{changed}"
+                    yield table.entries[key], f"tuned on {table.gpu}{changed}"
 
 
 def family(gpu: str) -> str:
@@ -195,16 +195,22 @@ def family(gpu: str) -> str:
     return gpu if "MIG" in gpu.split() else _FORM.sub("", gpu)
 
 
+@cache
+def kernels_digest() -> str:
+    """Returns the digest of the kernels' sources, read once per process, or again after `forget`."""
+    return sources_digest()
+
+
 def own_path(gpu: str) -> Path:
     """Returns where the user's own table for `gpu` and the present kernels lies; it need not exist."""
     name = re.sub(r"[^A-Za-z0-9]+", "_", gpu).strip("_")
-    return environment.cache_dir() / "tuned" / f"{name}-{_digest()[:16]}.json"
+    return environment.cache_dir() / "tuned" / f"{name}-{kernels_digest()[:16]}.json"
 
 
 def read_own(gpu: str) -> Table:
     """Reads the user's own table for `gpu` and the present kernels; an empty one where there is none to be used."""
     path = own_path(gpu)
-    empty = Table(gpu, _digest())
+    empty = Table(gpu, kernels_digest())
     if not path.is_absolute():  # this system knows no home folder
         return empty
     try:
@@ -234,7 +240,7 @@ def forget() -> None:
     """Reads files and sources anew at the next look-up."""
     with _lock:
         _known.clear()
-        _digest.cache_clear()
+        kernels_digest.cache_clear()
         _shipped.cache_clear()
 
 
@@ -256,7 +262,6 @@ _lock = threading.RLock()
 _known: dict[str, _Known] = {}
 _kept: dict[str, dict[Key, Entry]] = {}
 _warned: set[Path] = set()
-_digest = cache(sources_digest)
 
 
 def _refreshed(gpu: str) -> _Known:

@@ -25,26 +25,37 @@ def free_memory() -> Iterator[None]:
         cupy.get_default_memory_pool().free_all_blocks()
 
 
-MARGIN = 1024
+MARGIN = 4096
+POISON = 0xFF
+"""Bytes of margin on either side, and what they hold: NaN in float32, float16 and bfloat16 alike."""
 
 
 class Guarded:
-    """An array with margins of NaN around it: a read outside poisons the result, a write outside is found."""
+    """An array with margins of NaN around it: a read outside poisons the result, a write outside is found.
 
-    def __init__(self, shape: tuple[int, ...], values: Any = None) -> None:
+    Args:
+        shape: of the array.
+        values: what it holds, of `dtype` already; NaN by default.
+        dtype: float32, float16, or uint16 for bfloat16.
+    """
+
+    def __init__(self, shape: tuple[int, ...], values: Any = None, dtype: Any = np.float32) -> None:
         import cupy
 
-        size = int(np.prod(shape, dtype=np.int64))
-        self.memory = cupy.full(size + 2 * MARGIN, cupy.nan, cupy.float32)
-        self.array = self.memory[MARGIN : MARGIN + size].reshape(shape)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        self.memory = cupy.empty(nbytes + 2 * MARGIN, cupy.uint8)
+        self.array = self.memory[MARGIN : MARGIN + nbytes].view(dtype).reshape(shape)
+        self.poison()
         if values is not None:
             self.array[...] = values
 
+    def poison(self) -> None:
+        """Makes everything NaN again."""
+        self.memory.fill(POISON)
+
     def margins_intact(self) -> bool:
         """Whether nothing was written outside the array."""
-        import cupy
-
-        return bool(cupy.isnan(self.memory[:MARGIN]).all() and cupy.isnan(self.memory[-MARGIN:]).all())
+        return bool((self.memory[:MARGIN] == POISON).all() and (self.memory[-MARGIN:] == POISON).all())
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,92 @@
+"""What there is to tune: the convolutions of a network, and for each the configurations that may be fastest."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ..binding import bind_shapes
+from ..conv2d import Conv2dProblem, Device
+from ..conv2d.configs import Config
+from ..conv2d.cost_model import cost
+from ..conv2d.heuristics import allowed, automatic
+from ..engines.shape_engine import ShapeArray, ShapeEngine
+from ..networks import Network
+
+HOPELESS = 3.0
+"""A candidate that the cost model expects to take so many times as long as the best is not timed."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A convolution as a network has it.
+
+    Args:
+        problem: what is computed.
+        count: how often in one forward pass.
+        residual: whether a residual is added behind it. It is timed that way, but tables do not tell the two apart:
+            a residual costs every configuration about the same.
+    """
+
+    problem: Conv2dProblem
+    count: int = 1
+    residual: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel in one of its configurations.
+
+    Args:
+        variant: name of the kernel.
+        config: its configuration.
+    """
+
+    variant: str
+    config: Config
+
+    def __str__(self) -> str:
+        return f"{self.variant}, {self.config}"
+
+
+def network_problems(
+    network: Network, shape: tuple[int, int, int, int], precision: str, *, fuse: bool = True
+) -> list[Workload]:
+    """Returns the distinct convolutions of a forward pass, in the order in which they first occur.
+
+    A stem that is computed in one operation is not among them: its kernel has nothing to choose.
+
+    Args:
+        network: a description or a bound network.
+        shape: (N, C, H, W) of the input.
+        precision: the arithmetic, a key of `cupy_resnet.conv2d.PRECISIONS`.
+        fuse: of a description, whether it is to be bound with BatchNorm folded; a bound network stays as it is.
+
+    Raises:
+        ValueError: a shape that the network cannot run.
+    """
+    network.check_input(shape)
+    N, C, H, W = shape
+    ops = ShapeEngine(precision=precision)
+    bind_shapes(network, fuse=fuse)(ops, ShapeArray((N, H, W, C)))
+    convolutions = [record for record in ops.records if record.op == "conv2d"]
+    total = Counter(record.problem for record in convolutions)
+    residuals = Counter(record.problem for record in convolutions if "residual" in record.epilogue)
+    return [
+        Workload(problem, count, residual=2 * residuals[problem] >= count)
+        for problem, count in total.items()
+        if problem is not None and problem.N > 0
+    ]
+
+
+def candidates(problem: Conv2dProblem, device: Device, *, spread_nan: bool = False) -> list[Candidate]:
+    """Returns what ``kernel="auto"`` may choose for a problem, the most promising first, without the `HOPELESS`.
+
+    Raises:
+        UnsupportedProblemError: no kernel solves the problem.
+    """
+    costs = {
+        Candidate(variant, config): cost(problem, device, config)
+        for variant in automatic(problem, device, spread_nan)
+        for config in allowed(variant, problem, device, spread_nan)
+    }
+    bound = HOPELESS * min(costs.values())
+    return sorted((c for c in costs if costs[c] <= bound), key=costs.__getitem__)
