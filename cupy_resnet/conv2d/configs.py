@@ -141,11 +141,6 @@ class MmaConfig:
         """Threads per block."""
         return 32 * (self.tile_m // self.warp_m) * (self.tile_n // self.warp_n)
 
-    @property
-    def shared_memory(self) -> int:
-        """Bytes of dynamic shared memory per block."""
-        return self.stages * (self.tile_m + self.tile_n) * self.ROW_BYTES + 16 * self.tile_m
-
     def defines(self) -> dict[str, int | str]:
         arithmetic = PRECISIONS[self.precision]
         return {
@@ -168,6 +163,14 @@ class MmaConfig:
         if self.merged_groups > 1:
             text += f", {self.merged_groups} groups as one"
         return text
+
+
+@dataclass(frozen=True)
+class MmaPatchConfig(MmaConfig):
+    """conv2d_mma_patch.cu: fields as for conv2d_mma, always aligned and of one group; `stages` are of the filter."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, patch of the input"
 
 
 @dataclass(frozen=True)
@@ -199,11 +202,6 @@ class WmmaConfig:
     def threads(self) -> int:
         """Threads per block."""
         return 32 * (self.tile_m // self.warp_m) * (self.tile_n // self.warp_n)
-
-    @property
-    def shared_memory(self) -> int:
-        """Bytes of dynamic shared memory per block."""
-        return 0
 
     def defines(self) -> dict[str, int | str]:
         arithmetic = PRECISIONS[self.precision]
@@ -262,6 +260,24 @@ MMA = tuple(
     for tile in ((64, 64, 32, 32, 2, 2), (64, 32, 16, 32, 2, 2))
 )
 """Every form in which conv2d_mma is compiled."""
+
+MMA_PATCH_TILES = (
+    (256, 128, 64, 64, 3, 1),
+    (128, 256, 64, 64, 3, 1),
+    (128, 128, 64, 64, 3, 2),
+    (256, 64, 64, 64, 3, 2),
+    (128, 64, 64, 32, 3, 2),
+    (64, 128, 32, 64, 4, 2),
+    (64, 64, 32, 32, 4, 3),
+    (64, 32, 16, 32, 4, 4),
+)
+
+MMA_PATCH = tuple(
+    MmaPatchConfig(precision, *tile)
+    for precision in ("fp16", "bf16", "tf32", "fp32-tc")
+    for tile in (MMA_FP32_TC_TILES if precision == "fp32-tc" else MMA_PATCH_TILES)
+)
+"""Every form in which conv2d_mma_patch is compiled."""
 
 WMMA = tuple(
     WmmaConfig(precision, *tile, aligned=aligned)

@@ -3,7 +3,7 @@
 from . import configs
 from .device import Device
 from .problem import Conv2dProblem
-from .tensor_core_variants import as_merged
+from .tensor_core_variants import as_merged, shared_memory
 
 IMPLICIT_GEMM_EFFICIENCY = {
     (128, 256, 4): 1.04,
@@ -73,8 +73,9 @@ def _tensor_core_microseconds(
     merged = as_merged(problem, config.merged_groups) if isinstance(config, configs.MmaConfig) else problem
     slices = config.split_k_slices if isinstance(config, configs.MmaConfig) else 1
     blocks = _ceil(merged.gemm_m, config.tile_m) * _ceil(merged.gemm_n, config.tile_n) * merged.groups * slices
-    by_memory = (device.shared_memory_per_block + 1024) // (config.shared_memory + 1024)
-    resident = max(1, min(config.min_blocks, by_memory))
+    resident = config.min_blocks
+    if isinstance(config, configs.MmaConfig):
+        resident = min(resident, (device.shared_memory_per_block + 1024) // (shared_memory(merged, config) + 1024))
     steps = _ceil(_ceil(merged.gemm_k, config.tile_k), slices)
     operations = 2 * config.tile_m * config.tile_n * config.tile_k
     per_step = operations / (PEAK_TFLOPS[problem.precision] * 1e6 / 132 * _efficiency(config))
@@ -90,7 +91,8 @@ def _tensor_core_microseconds(
 
 def _efficiency(config: configs.MmaConfig | configs.WmmaConfig) -> float:
     """Share of the peak of a multiprocessor full of such blocks: operands are loaded less often for a larger tile."""
-    reuse = 1 / (1 + 24 * (1 / config.tile_m + 1 / config.tile_n))
+    fetched = 1 / config.tile_n + (1 / 4 if isinstance(config, configs.MmaPatchConfig) else 1) / config.tile_m
+    reuse = 1 / (1 + 24 * fetched)
     return reuse * (1.0 if config.aligned else 0.15) * (1.0 if isinstance(config, configs.MmaConfig) else 0.6)
 
 

@@ -100,7 +100,9 @@ def _choose(
     default = names[0]
     config, expected = fastest(default, problem, device, spread_nan)
     if default != FP32_DEFAULT:
-        return Choice(default, config, f"{expected:.1f} µs by the model", fallback)
+        best = {name: fastest(name, problem, device, spread_nan) for name in names}
+        name = min(best, key=lambda name: best[name][1])
+        return Choice(name, best[name][0], f"{best[name][1]:.1f} µs by the model", fallback)
     if "conv2d_winograd" in names:
         winograd, winograd_cost = fastest("conv2d_winograd", problem, device)
         if winograd_cost < expected:
@@ -134,6 +136,8 @@ def automatic(problem: Conv2dProblem, device: Device, spread_nan: bool = False) 
     names = [_default(problem, device)]
     if spread_nan and VARIANTS["conv2d_winograd"].supports(problem, device)[0]:
         names.append("conv2d_winograd")
+    if names[0] == "conv2d_mma" and VARIANTS["conv2d_mma_patch"].supports(problem, device)[0]:
+        names.append("conv2d_mma_patch")
     return names
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from .. import jit
 from . import configs
 from .device import Device
@@ -68,7 +70,7 @@ class Wmma(Variant):
         kernel = jit.get_function("conv2d_wmma", defines=config.defines())
         grid = (blocks(problem.gemm_m, config.tile_m) * blocks(problem.gemm_n, config.tile_n), problem.groups)
         arguments = (operands.x, operands.filter.weight, *operands.tail(), conv2d_params(problem, operands.relu))
-        jit.launch(kernel, grid, (config.threads,), arguments, shared=config.shared_memory)
+        kernel(grid, (config.threads,), arguments)
 
 
 class Mma(Variant):
@@ -91,7 +93,7 @@ class Mma(Variant):
             replace(config, split_k_slices=slices, merged_groups=merged)
             for merged in sorted({1, merged_groups(problem)})
             for config in self._tiles(as_merged(problem, merged), device)
-            for slices in self._split_k(as_merged(problem, merged), device, config)
+            for slices in split_k_slices(as_merged(problem, merged), device, config)
         ]
 
     @staticmethod
@@ -99,33 +101,105 @@ class Mma(Variant):
         aligned = is_aligned(problem)
         for config in configs.MMA:
             if (config.precision, config.aligned) == (problem.precision, aligned):
-                if config.shared_memory <= device.shared_memory_per_block:
+                if shared_memory(problem, config) <= device.shared_memory_per_block:
                     yield config
-
-    @staticmethod
-    def _split_k(problem: Conv2dProblem, device: Device, config: configs.MmaConfig) -> Iterator[int]:
-        """Yields into how many parts the depth may be cut: only as many as give every multiprocessor something."""
-        yield 1
-        tiles = tile_count(problem, config)
-        for slices in SPLIT_K_SLICES:
-            if tiles * slices <= 4 * device.sm_count and tiles <= COUNTERS:
-                if slices <= blocks(problem.gemm_k, config.tile_k):
-                    yield slices
 
     def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.MmaConfig) -> None:
         merged = as_merged(problem, config.merged_groups)
         weight = merged_filter(problem, operands.filter, config.merged_groups)
-        kernel = jit.get_function("conv2d_mma", defines=config.defines())
-        tiles = blocks(merged.gemm_m, config.tile_m) * blocks(merged.gemm_n, config.tile_n)
-        grid = (tiles, merged.groups, config.split_k_slices)
-        workspace, arrived = NULL, NULL
-        if config.split_k_slices > 1:
-            import cupy
+        _launch_mma(self.name, merged, operands, weight, config, ())
 
-            floats = tiles * merged.groups * config.split_k_slices * config.tile_m * config.tile_n
-            workspace, arrived = cupy.empty(floats, cupy.float32), counters()
-        arguments = (operands.x, weight, *operands.tail(), workspace, arrived, conv2d_params(merged, operands.relu))
-        jit.launch(kernel, grid, (config.threads,), arguments, shared=config.shared_memory, waits=True)
+
+class MmaPatch(Variant):
+    """conv2d_mma_patch: conv2d_mma with the input of a tile in shared memory."""
+
+    name = "conv2d_mma_patch"
+    precisions = ("fp16", "bf16", "tf32", "fp32-tc")
+    sources = ("conv2d_mma_patch",)
+
+    def supports(self, problem: Conv2dProblem, device: Device) -> Support:
+        if device.compute_capability < (8, 0):
+            return False, f"needs compute capability 8.0, {device.name} has {device.number}"
+        if (problem.stride_h, problem.stride_w) != (1, 1):
+            return False, f"needs stride 1, not {problem.stride_h}×{problem.stride_w}"
+        if (problem.dilation_h, problem.dilation_w) != (1, 1):
+            return False, f"needs dilation 1, not {problem.dilation_h}×{problem.dilation_w}"
+        if problem.groups != 1:
+            return False, f"needs groups 1, not {problem.groups}"
+        supported, why_not = super().supports(problem, device)
+        if not supported:
+            return False, why_not
+        if not is_aligned(problem):
+            per_chunk = 16 // problem.arithmetic.element_size
+            return False, f"needs C a multiple of {per_chunk} and K of 8, not {problem.C} and {problem.K}"
+        if not self.candidates(problem, device):
+            return False, f"needs more shared memory for rows of {problem.W} pixels than {device.name} has"
+        return True, ""
+
+    def configurations(self) -> Sequence[configs.MmaPatchConfig]:
+        return configs.MMA_PATCH
+
+    def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.MmaPatchConfig]:
+        return [
+            replace(config, split_k_slices=slices)
+            for config in configs.MMA_PATCH
+            if config.precision == problem.precision
+            and shared_memory(problem, config) <= device.shared_memory_per_block
+            for slices in split_k_slices(problem, device, config)
+        ]
+
+    def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.MmaPatchConfig) -> None:
+        rows = np.int32(patch_rows(problem, config.tile_m))
+        _launch_mma(self.name, problem, operands, operands.filter.weight, config, (rows,))
+
+
+def _launch_mma(
+    name: str,
+    problem: Conv2dProblem,
+    operands: Operands,
+    weight: "cupy.ndarray",
+    config: configs.MmaConfig,
+    more: tuple[np.int32, ...],
+) -> None:
+    """Launches one of the two kernels, with `more` arguments in front of the description of the problem."""
+    kernel = jit.get_function(name, defines=config.defines())
+    tiles = blocks(problem.gemm_m, config.tile_m) * blocks(problem.gemm_n, config.tile_n)
+    grid = (tiles, problem.groups, config.split_k_slices)
+    workspace, arrived = NULL, NULL
+    if config.split_k_slices > 1:
+        import cupy
+
+        floats = tiles * problem.groups * config.split_k_slices * config.tile_m * config.tile_n
+        workspace, arrived = cupy.empty(floats, cupy.float32), counters()
+    params = conv2d_params(problem, operands.relu)
+    arguments = (operands.x, weight, *operands.tail(), workspace, arrived, *more, params)
+    jit.launch(kernel, grid, (config.threads,), arguments, shared=shared_memory(problem, config), waits=True)
+
+
+def shared_memory(problem: Conv2dProblem, config: configs.MmaConfig) -> int:
+    """Returns the bytes of dynamic shared memory per block of conv2d_mma or conv2d_mma_patch."""
+    if not isinstance(config, configs.MmaPatchConfig):
+        return config.stages * (config.tile_m + config.tile_n) * config.ROW_BYTES + 16 * config.tile_m
+    rows = patch_rows(problem, config.tile_m)
+    pixels = min(2, blocks(problem.C, config.tile_k)) * rows * (problem.Q + problem.S - 1)
+    return (pixels + config.stages * config.tile_n) * config.ROW_BYTES + 8 * rows
+
+
+def patch_rows(problem: Conv2dProblem, tile_m: int) -> int:
+    """Returns how many padded rows of the input the windows of `tile_m` neighbouring output pixels touch at most."""
+    output_rows = min((tile_m + problem.Q - 2) // problem.Q + 1, max(1, problem.N * problem.P))
+    borders = min((output_rows + problem.P - 2) // problem.P, max(0, problem.N - 1))  # between images
+    return output_rows + (problem.R - 1) * (1 + borders)
+
+
+def split_k_slices(problem: Conv2dProblem, device: Device, config: configs.MmaConfig) -> Iterator[int]:
+    """Yields into how many parts the depth may be cut: only as many as give every multiprocessor something."""
+    yield 1
+    tiles = tile_count(problem, config)
+    for slices in SPLIT_K_SLICES:
+        if tiles * slices <= 4 * device.sm_count and tiles <= COUNTERS:
+            if slices <= blocks(problem.gemm_k, config.tile_k):
+                yield slices
 
 
 def as_merged(problem: Conv2dProblem, count: int) -> Conv2dProblem:
