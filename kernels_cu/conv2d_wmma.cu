@@ -10,8 +10,8 @@
 // Shared     160 · (TILE_M + TILE_N) + 16 · TILE_M bytes.
 // Requires   VECTOR > 1: channels per group a multiple of VECTOR, filters and filters per group multiples of 8.
 //            BFloat16 and float (TF32): sm_80.
-// This rung  against conv2d_implicit_gemm: a warp, not a thread, is who multiplies. Its 32 lanes hold 16×16 fragments of
-//            both operands together; one call does what took each lane up to 128 multiply-adds. Operands stay in shared
+// This rung  against conv2d_implicit_gemm: a warp multiplies, not a thread. Its 32 lanes hold fragments of 16 rows of both
+//            operands together; one call does what took each lane up to 128 multiply-adds. Operands stay in shared
 //            memory as they come, depth innermost: the API takes the left one by rows and the right one by columns, so
 //            nothing is transposed on the way, and padded rows keep banks apart where a swizzle did. Which lane holds
 //            which element is the API's secret, and that is its price: the epilogue, which must know its pixel and
@@ -112,31 +112,32 @@ struct SliceLoader {
     static_assert(TILE_M % ROW_STEP == 0 && TILE_N % ROW_STEP == 0, "passes must cover pixels and filters");
 
     const Conv2dParams& params;
-    const ELEMENT* x;
+    const ELEMENT *x, *filter;
     const PixelRow* pixel_rows;
-    int row, column;            // of this thread's first packet in a slice
-    const ELEMENT* filter_row;  // of the first filter this thread loads, at its current depth
-    int filters_left;           // filters of the group from that one on
-    Depth position;             // of this thread in the coming slice
+    int row, column;    // of this thread's first packet in a slice
+    int filter_offset;  // of the first filter this thread loads, at its current depth
+    int filters_left;   // filters of the group from that one on
+    Depth position;
     Packet pixels[PIXELS], filters[FILTERS];
 
-    // `filter`: the block's first; `left`: filters of the group from there on.
-    __device__ __forceinline__ SliceLoader(const Conv2dParams& params, const ELEMENT* x, const PixelRow* pixel_rows,
-                                           const ELEMENT* filter, int left)
+    // `n0`: the block's first filter in its group.
+    __device__ __forceinline__ SliceLoader(const Conv2dParams& params, const ELEMENT* x, const ELEMENT* filter,
+                                           const PixelRow* pixel_rows, int n0, int group)
         : params(params),
           x(x),
+          filter(filter),
           pixel_rows(pixel_rows),
           row(first_row()),
           column(threadIdx.x % PACKETS * VECTOR),
-          filter_row(filter + row * params.gemm_k + column),
-          filters_left(left - row),
+          filter_offset((group * params.group_filters + n0 + row) * params.gemm_k + column),
+          filters_left(params.group_filters - n0 - row),
           position(column, params) {}
 
     // Reads the next slice into registers; zeros outside the image, past the last filter, and past the depth.
     __device__ __forceinline__ void load() {
         const int dh = position.r * params.dilation_h, dw = position.s * params.dilation_w;
         const int to_tap = (dh * params.W + dw) * params.C + position.c;
-        const bool within = position.r < params.R;
+        const bool within = position.r < params.R;  // the last slice may reach past the depth
 #pragma unroll
         for (int i = 0; i < PIXELS; ++i) {
             const PixelRow pixel = pixel_rows[row + i * ROW_STEP];
@@ -146,9 +147,9 @@ struct SliceLoader {
         }
 #pragma unroll
         for (int i = 0; i < FILTERS; ++i) {
-            filters[i] = read(filter_row + i * ROW_STEP * params.gemm_k, within && i * ROW_STEP < filters_left);
+            filters[i] = read(filter + filter_offset + i * ROW_STEP * params.gemm_k, within && i * ROW_STEP < filters_left);
         }
-        filter_row += TILE_K;
+        filter_offset += TILE_K;
         position.advance(TILE_K, params);
     }
 
@@ -195,8 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int i = threadIdx.x; i < TILE_M; i += THREADS) pixel_rows[i] = PixelRow(params, m0 + i, group);
     __syncthreads();
 
-    const ELEMENT* const first_filter = filter + (group * params.group_filters + n0) * params.gemm_k;
-    SliceLoader loader(params, x, pixel_rows, first_filter, params.group_filters - n0);
+    SliceLoader loader(params, x, filter, pixel_rows, n0, group);
     loader.load();
     loader.store(slices[0]);
     __syncthreads();

@@ -9,6 +9,7 @@
 // Bound      memory: one read of x. A thread has IN_FLIGHT loads under way, all there are on a 7×7 map; a minimum of
 //            resident blocks is stated so that the compiler does not save registers by taking turns. The 8 partial sums of
 //            a channel are added in a fixed order, so that runs agree bit for bit.
+#include "dependent_launch.cuh"
 #include "elementwise.cuh"
 
 #ifndef ELEMENT
@@ -24,8 +25,10 @@ constexpr int CHANNELS = COLUMNS * VECTOR;
 static_assert(CHANNELS <= COLUMNS * ROWS, "at the end a thread has one channel");
 
 extern "C" __global__ void __launch_bounds__(COLUMNS * ROWS, 4)
-global_avg_pool2d(const ELEMENT* __restrict__ x, float* __restrict__ y, int N, int pixels, int C) {
+global_avg_pool2d(const ELEMENT* x, float* __restrict__ y, int N, int pixels, int C) {  // x: no load before the wait
     __shared__ float partial[ROWS][CHANNELS];
+    wait_for_earlier_kernels();
+    let_next_kernel_start();
     const int column = threadIdx.x * VECTOR;  // within the block's channels
     const int c = blockIdx.x * CHANNELS + column;
     const int thread = threadIdx.y * COLUMNS + threadIdx.x;

@@ -8,8 +8,11 @@
 //            is read once per ROWS images, and the 8 warps of a block share x through L1.
 // Requires   VECTOR = 4: C a multiple of 4.
 // Bound      memory, by the weights: a lane has IN_FLIGHT loads of them under way; a minimum of resident blocks is
-//            stated so that the compiler does not save registers by taking turns. Many images are a matter for the
-//            convolution kernels. An image's result depends neither on N nor on its place among them.
+//            stated so that the compiler does not save registers by taking turns. Started before
+//            the kernel in front of it has ended, it brings the weights to L2 meanwhile. Many images are a matter for the
+//            convolution kernels.
+// Numbers    An image's result depends neither on N nor on its place among them.
+#include "dependent_launch.cuh"
 #include "elementwise.cuh"
 
 #ifndef ROWS
@@ -26,13 +29,24 @@ __device__ __forceinline__ void load_if(bool valid, const float* source, float (
     if (valid) load(source, values);
 }
 
+// Brings a row of weights to L2. Weights are no kernel's output, so that this need not wait for earlier kernels.
+__device__ __forceinline__ void prefetch(const float* row, int C, int lane) {
+#if __CUDA_ARCH__ >= 900
+    for (int c = lane * 32; c < C; c += 32 * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + c));
+#endif
+}
+
+// x is not __restrict__, so that no load of it moves before the wait.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
-linear(const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias, float* __restrict__ y,
-       int N, int C, int K) {
+linear(const float* x, const float* __restrict__ weight, const float* __restrict__ bias, float* __restrict__ y, int N, int C,
+       int K) {
     const int lane = threadIdx.x % 32;
     const int k = blockIdx.x * WARPS + threadIdx.x / 32;
     if (k >= K) return;
     const float* const weight_row = weight + static_cast<long long>(k) * C;
+    prefetch(weight_row, C, lane);
+    wait_for_earlier_kernels();
+
     const int n0 = blockIdx.y * ROWS;
     const float* x_rows[ROWS];
 #pragma unroll
@@ -40,16 +54,16 @@ linear(const float* __restrict__ x, const float* __restrict__ weight, const floa
 
     float sums[ROWS] = {};
     constexpr int STEP = 32 * VECTOR;
-    for (int first = lane * VECTOR; first < C; first += STEP * IN_FLIGHT) {
+    for (int c0 = lane * VECTOR; c0 < C; c0 += STEP * IN_FLIGHT) {
         float weights[IN_FLIGHT][VECTOR];
 #pragma unroll
-        for (int j = 0; j < IN_FLIGHT; ++j) load_if(first + j * STEP < C, weight_row + first + j * STEP, weights[j]);
+        for (int j = 0; j < IN_FLIGHT; ++j) load_if(c0 + j * STEP < C, weight_row + c0 + j * STEP, weights[j]);
 #pragma unroll
         for (int j = 0; j < IN_FLIGHT; ++j) {
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
                 float values[VECTOR];
-                load_if(first + j * STEP < C, x_rows[i] + first + j * STEP, values);
+                load_if(c0 + j * STEP < C, x_rows[i] + c0 + j * STEP, values);
 #pragma unroll
                 for (int v = 0; v < VECTOR; ++v) sums[i] = fmaf(values[v], weights[j][v], sums[i]);
             }

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
 
 KERNELS = ("kernels_cu/*.cu", "kernels_cu/include/*.cuh")
-LAUNCHERS = ("cupy_resnet/jit/*.py", "cupy_resnet/conv2d/*.py", "cupy_resnet/engines/*.py")
+LAUNCHERS = ("cupy_resnet/jit/*.py", "cupy_resnet/conv2d/*.py", "cupy_resnet/engines/**/*.py")
 
 
 def digest(patterns: tuple[str, ...]) -> str:

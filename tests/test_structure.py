@@ -26,7 +26,7 @@ ARROWS = {
     "__main__": {"cli"},
     "cli": {
         *("", "_names", "checkpoints", "conv2d", "demo", "doctor", "environment", "errors", "explanation", "images"),
-        *("jit", "kernels", "model", "networks", "prediction", "progress", "summary", "weights_store"),
+        *("jit", "kernels", "model", "networks", "prediction", "progress", "summary", "tuning", "weights_store"),
     },
     "doctor": {"", "engines.cuda_engine", "environment", "errors", "jit", "weights_store"},
     "demo": {"drawings", "engines.cuda_engine", "environment", "model", "preparation", "weights_store"},
@@ -67,10 +67,17 @@ ARROWS = {
     "engines": set(),
     "engines.base": set(),
     "engines.checks": {"conv2d.problem"},
-    "engines.numpy_engine": {"conv2d.problem"},
-    "engines.shape_engine": {"conv2d.problem"},
+    "engines.linear_problem": {"conv2d.problem"},
+    "engines.numpy_windows": {"conv2d.problem"},
+    "engines.shape_engine": {"conv2d.precision", "conv2d.problem"},
     "engines.selection": {"_names", "conv2d", "environment", "errors"},
-    "engines.cuda_engine": {"conv2d", "errors", "jit"},
+    "engines.cuda_engine": {"_names", "conv2d", "errors"},
+    "engines.cuda.arrays": {"conv2d", "jit"},
+    "engines.cuda.convolution": {"conv2d", "jit"},
+    "engines.cuda.device": {"conv2d", "errors"},
+    "engines.cuda.forms": {"conv2d"},
+    "engines.cuda.layout": {"conv2d", "jit"},
+    "engines.cuda.pooling": {"jit"},
     "conv2d": set(),
     "conv2d.problem": set(),
     "conv2d.device": set(),
@@ -78,6 +85,11 @@ ARROWS = {
     "conv2d.params": set(),
     "conv2d.variants": {"jit"},
     "conv2d.heuristics": {"_names", "errors"},
+    "conv2d.tuned": {"environment", "jit"},
+    "tuning": {
+        *("binding", "conv2d", "engines.cuda_engine", "engines.shape_engine", "errors", "jit", "networks"),
+        "weights_store.writing",
+    },
     "jit": {"environment", "errors", "resources"},
 }
 """Room or module → what it may import outside its own room, anywhere in its code. A module that is not listed has its
@@ -89,8 +101,9 @@ TYPE_ARROWS = {"": {"model", "networks", "predicting", "prediction"}, "networks"
 LIBRARIES = {
     "cuda": {"jit.headers"},
     "cupy": {
-        *("arrays", "conv2d.variants", "engines.cuda_engine", "engines.transfers", "doctor.cuda"),
-        *("jit.toolchain", "proof.ladder", "proof.machine"),
+        *("arrays", "conv2d.variants", "engines.cuda_engine", "engines.cuda.device", "engines.transfers"),
+        "doctor.cuda",
+        *("jit.toolchain", "proof.ladder", "proof.machine", "tuning.bench"),
     },
     "filelock": {"weights_store.pretrained"},
     "PIL": {
@@ -98,7 +111,7 @@ LIBRARIES = {
         *(f"images.{m}" for m in ("arrays", "colors", "decoding", "resampling", "sources", "transforms")),
     },
     "platformdirs": {"environment"},
-    "rich": {*(f"cli.{m}" for m in ("console", "kernel_list", "machine", "networks", "results")), "progress"},
+    "rich": {*(f"cli.{m}" for m in ("console", "kernel_list", "machine", "networks", "results", "tuning")), "progress"},
     "safetensors": {"checkpoint_files", "weights_store.encoding"},
     "torch": {
         "checkpoint_files",
@@ -108,7 +121,8 @@ LIBRARIES = {
     "torchvision": {"weights_store.pretrained"},
     "typer": {
         "cli",
-        *(f"cli.{m}" for m in ("console", "kernel_list", "machine", "networks", "options", "photographs", "weights")),
+        *(f"cli.{m}" for m in ("console", "kernel_list", "machine", "networks", "options", "photographs")),
+        *("cli.tuning", "cli.weights"),
     },
 }
 """Library → the modules that may import it; NumPy is everybody's."""

@@ -3,24 +3,30 @@
 import logging
 import random
 import statistics
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from tuning_support import LAYER, PLAIN, FakeBench, fresh_tables
+import torch
+from tuning_support import LAYER, PLAIN, FakeBench, fresh_tables, rank
 
 from cupy_resnet.conv2d import H100, PRECISIONS, Conv2dProblem, Device, choose, tuned
 from cupy_resnet.conv2d.cost_model import cost
+from cupy_resnet.errors import EngineUnavailableError
 from cupy_resnet.networks import describe, list_models
-from cupy_resnet.tuning import Candidate, Tuner, Workload, candidates, network_problems, tune
-from cupy_resnet.tuning.bench import TOLERANCES
+from cupy_resnet.tuning import Candidate, Tuner, Workload, candidates, network_problems, resolve_precision, tune
+from cupy_resnet.tuning import bench as gpu_bench
 from cupy_resnet.tuning.contest import FINALISTS, FIRST_SAMPLES, LAST_SAMPLES, contest
 from cupy_resnet.tuning.workloads import HOPELESS
 
 T4 = Device(name="T4", compute_capability=(7, 5), sm_count=40, shared_memory_per_block=64 << 10)
+OLD = Device(name="old", compute_capability=(6, 1), sm_count=20, shared_memory_per_block=48 << 10)
 SMALL = replace(LAYER, N=1)
 GROUPED = replace(LAYER, groups=32)
 
@@ -39,9 +45,7 @@ def favouring(favourites: Mapping[Conv2dProblem, Candidate]) -> Callable[[Worklo
     """Times by which one candidate for each problem is the fastest, the others behind it as listed."""
 
     def time(workload: Workload, candidate: Candidate) -> float:
-        if candidate == favourites.get(workload.problem):
-            return 5.0
-        return 10.0 + candidates(workload.problem, H100, spread_nan=True).index(candidate)
+        return 5.0 if candidate == favourites.get(workload.problem) else 10.0 + rank(workload.problem, candidate)
 
     return time
 
@@ -123,8 +127,8 @@ def test_candidates_begin_with_the_models_choice_and_leave_out_the_hopeless(
     assert costs[-1] <= HOPELESS * costs[0]
     assert len(set(found)) == len(found) > 1
     names = {candidate.variant for candidate in found}
-    expected = {"conv2d_mma"} if PRECISIONS[precision].tensor_cores else {"conv2d_implicit_gemm", "conv2d_winograd"}
-    assert names <= expected
+    tensor_cores, cuda_cores = {"conv2d_mma", "conv2d_mma_patch"}, {"conv2d_implicit_gemm", "conv2d_winograd"}
+    assert names <= (tensor_cores if PRECISIONS[precision].tensor_cores else cuda_cores)
     if not spread_nan:
         assert "conv2d_winograd" not in names
         assert all(getattr(candidate.config, "merged_groups", 1) == 1 for candidate in found)
@@ -140,14 +144,14 @@ def test_split_k_winograd_merged_groups_and_wmma_take_part_where_they_apply() ->
 
 
 def test_every_precision_has_a_tolerance() -> None:
-    assert TOLERANCES.keys() == PRECISIONS.keys()
+    assert gpu_bench.TOLERANCES.keys() == PRECISIONS.keys()
 
 
 # Networks -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_convolutions_of_a_network() -> None:
-    workloads = network_problems(describe("resnet18"), (8, 3, 224, 224), "fp16")
+    workloads = network_problems(describe("resnet18"), (8, 3, 224, 224), "fp16", H100)
     assert sum(workload.count for workload in workloads) == 19  # of 20: the stem is an operation of its own
     first = Conv2dProblem(N=8, H=56, W=56, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, precision="fp16")
     assert workloads[0] == Workload(first, count=4, residual=True)
@@ -157,22 +161,59 @@ def test_the_convolutions_of_a_network() -> None:
 
 
 def test_a_stem_that_is_an_ordinary_convolution_is_among_them() -> None:
-    stem = network_problems(describe("resnet20"), (2, 3, 32, 32), "tf32")[0].problem
+    stem = network_problems(describe("resnet20"), (2, 3, 32, 32), "tf32", H100)[0].problem
     assert (stem.C, stem.K, stem.R) == (3, 16, 3)
-    unfused = network_problems(describe("resnet18"), (1, 3, 64, 64), "fp32", fuse=False)[0].problem
+    unfused = network_problems(describe("resnet18"), (1, 3, 64, 64), "fp32", H100, fuse=False)[0].problem
     assert (unfused.C, unfused.R) == (3, 7)
 
 
 @pytest.mark.parametrize("model", list_models())
 def test_every_network_can_be_tuned(model: str) -> None:
-    for workload in network_problems(describe(model), (1, 3, 64, 64), "bf16"):
+    for workload in network_problems(describe(model), (1, 3, 64, 64), "bf16", H100):
         assert candidates(workload.problem, H100, spread_nan=True)
 
 
+def test_the_stem_is_among_them_where_its_own_kernel_does_not_apply() -> None:
+    network = describe("resnet18")
+    for precision, device in (("fp32", H100), ("fp16", T4)):
+        stem = network_problems(network, (1, 3, 64, 64), precision, device)[0].problem
+        assert (stem.C, stem.R, stem.stride_h) == (3, 7, 2)
+    five_channels = network_problems(describe("resnet18", in_channels=5), (1, 5, 64, 64), "fp16", H100)
+    assert five_channels[0].problem.R == 7
+
+
+def test_the_classifier_is_among_them_where_it_runs_as_a_convolution() -> None:
+    many = network_problems(describe("resnet50"), (32, 3, 64, 64), "fp16", H100)[-1].problem
+    assert (many.N, many.C, many.K, many.R, many.precision) == (32, 2048, 1000, 1, "tf32")
+    few = network_problems(describe("resnet50"), (1, 3, 64, 64), "fp16", H100)
+    assert all(workload.problem.K != 1000 for workload in few)
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "resolved"),
+    [
+        ("auto", H100, "fp16"),
+        ("auto", T4, "fp16"),
+        ("auto", OLD, "fp32"),
+        ("tf32", H100, "tf32"),
+        ("fp32", T4, "fp32"),
+    ],
+)
+def test_precisions(precision: str, device: Device, resolved: str) -> None:
+    assert resolve_precision(precision, device) == resolved
+
+
+def test_a_precision_that_the_gpu_does_not_know_is_an_error() -> None:
+    with pytest.raises(
+        EngineUnavailableError, match=r"precision bf16 needs .* T4 has 7\.5; it can run in fp32 and fp16"
+    ):
+        resolve_precision("bf16", T4)
+
+
 def test_an_empty_batch_has_nothing_to_tune_and_a_wrong_shape_is_an_error() -> None:
-    assert network_problems(describe("resnet20"), (0, 3, 32, 32), "fp16") == []
+    assert network_problems(describe("resnet20"), (0, 3, 32, 32), "fp16", H100) == []
     with pytest.raises(ValueError, match="resnet20"):
-        network_problems(describe("resnet20"), (1, 4, 32, 32), "fp16")
+        network_problems(describe("resnet20"), (1, 4, 32, 32), "fp16", H100)
 
 
 # Tuning -------------------------------------------------------------------------------------------------------------
@@ -293,7 +334,7 @@ def test_a_problem_given_twice_is_timed_once() -> None:
 
 def test_a_tuner_measures_at_the_first_call_of_a_shape_and_remembers(caplog: pytest.LogCaptureFixture) -> None:
     network = describe("resnet20")
-    first_layer = network_problems(network, (4, 3, 32, 32), "fp16", fuse=False)[0].problem
+    first_layer = network_problems(network, (4, 3, 32, 32), "fp16", H100, fuse=False)[0].problem
     favourite = candidates(first_layer, H100, spread_nan=True)[1]
     bench = FakeBench(favouring({first_layer: favourite}))
     made: list[int] = []
@@ -339,3 +380,56 @@ def test_threads_that_need_the_same_shape_wait_for_the_one_that_measures() -> No
     for thread in threads:
         thread.join(60)
     assert len(bench.raced) == len({workload.problem for workload in bench.raced})
+
+
+# Numbers on the bench, with NumPy in place of CuPy ------------------------------------------------------------------
+
+
+@pytest.fixture
+def numpy_for_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", np)
+
+
+@pytest.mark.usefixtures("numpy_for_cupy")
+def test_operands_repeat_what_was_drawn_from_any_start() -> None:
+    values = np.arange(7, dtype=np.float32)
+    np.testing.assert_array_equal(gpu_bench._repeat(values, (2, 5), 0).reshape(-1), [*range(7), 0, 1, 2])
+    np.testing.assert_array_equal(gpu_bench._repeat(values, (9,), 12), [5, 6, *range(7)])
+    np.testing.assert_array_equal(gpu_bench._repeat(values, (3,), 2), [2, 3, 4])
+
+
+@pytest.mark.usefixtures("numpy_for_cupy")
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_operands_are_stored_as_the_precision_says(precision: str) -> None:
+    values = np.random.default_rng(0).standard_normal(1000, np.float32)
+    stored = gpu_bench._stored(values, precision)
+    assert stored.dtype == PRECISIONS[precision].storage
+    expected = torch.from_numpy(values).to(
+        {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
+    )
+    np.testing.assert_array_equal(gpu_bench._as_float32(stored, precision), expected.float().numpy())
+
+
+@pytest.mark.usefixtures("numpy_for_cupy")
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_outputs_that_differ_are_told_apart_in_every_place(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_bench, "CHUNK", 64)
+    problem = replace(LAYER, precision=precision)
+    race = gpu_bench.GpuRace(SimpleNamespace(normal=None, cold_l2=False), Workload(problem), None)
+    reference = gpu_bench._stored(np.linspace(-1, 4, 200, dtype=np.float32), precision).reshape(2, 100)
+    assert race._difference(reference.copy(), reference) == 0
+    for place in (0, 63, 64, 199):
+        for value, least in ((np.float32(9), 1.0), (np.float32(np.nan), np.inf), (np.float32(np.inf), np.inf)):
+            output = reference.copy().reshape(-1)
+            output[place] = gpu_bench._stored(np.array([value]), precision)[0]
+            assert race._difference(output.reshape(2, 100), reference) >= least
+    unwritten = np.full(reference.nbytes, 0xFF, np.uint8).view(reference.dtype).reshape(reference.shape)
+    assert race._difference(unwritten, reference) == np.inf
+    assert race._difference(unwritten, unwritten) == np.inf
+
+
+def test_filters_are_as_many_as_push_each_other_out_of_the_cache() -> None:
+    megabyte = 1 << 20
+    assert gpu_bench._copies(9 * megabyte, 50 * megabyte) * 9 > 50 * gpu_bench.L2_MARGIN
+    assert gpu_bench._copies(200 * megabyte, 50 * megabyte) == 1
+    assert gpu_bench._copies(1000, 50 * megabyte) == gpu_bench._copies(0, 50 * megabyte) == gpu_bench.LAUNCHES

@@ -11,7 +11,7 @@ import pytest
 
 from cupy_resnet.conv2d import H100, Conv2dProblem, Device, tuned
 from cupy_resnet.conv2d.tuned import Entry, config_fields
-from cupy_resnet.tuning import Candidate, Workload, remembering
+from cupy_resnet.tuning import Candidate, Workload, candidates, remembering
 
 LAYER = Conv2dProblem(N=8, H=14, W=14, C=256, K=256, R=3, S=3, pad_h=1, pad_w=1, precision="fp16")
 PLAIN = Conv2dProblem(N=8, H=14, W=14, C=256, K=256, R=3, S=3, pad_h=1, pad_w=1)
@@ -21,12 +21,23 @@ def fresh_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Makes an empty folder the cache folder, so that nothing is known of any GPU; returns it, not made yet."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("CUPY_RESNET_CACHE_DIR", str(folder))
-    for memory, empty in ((tuned, {"_known": {}, "_kept": {}, "_warned": set()}), (remembering, {"_told": set()})):
-        for name, value in empty.items():
-            monkeypatch.setattr(memory, name, value)
+    for name in ("_known", "_kept"):
+        monkeypatch.setattr(tuned, name, {})
+    monkeypatch.setattr(tuned, "_warned", set())
+    monkeypatch.setattr(remembering, "_told", set())
     monkeypatch.setattr(tuned, "_shipped", cache(tuple))
     tuned.kernels_digest.cache_clear()
     return folder
+
+
+@cache
+def _ranks(problem: Conv2dProblem) -> dict[Candidate, int]:
+    return {candidate: n for n, candidate in enumerate(candidates(problem, H100, spread_nan=True))}
+
+
+def rank(problem: Conv2dProblem, candidate: Candidate) -> int:
+    """The place of a candidate on an H100 by the cost model, from 0."""
+    return _ranks(problem)[candidate]
 
 
 def entry(candidate: Candidate, problem: Conv2dProblem, **changes: Any) -> Entry:

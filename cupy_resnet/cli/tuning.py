@@ -69,13 +69,9 @@ def tune(
     pixels = network.default_size if size is None else size
     bench = tuning.GpuBench(cold_l2=cold_l2)
     gpu = bench.device.name
-    if precision == "auto":
-        precision = "fp16" if bench.device.compute_capability >= (7, 0) else "fp32"
-    workloads = [
-        workload
-        for images in batches(batch)
-        for workload in tuning.network_problems(network, (images, network.in_channels, pixels, pixels), precision)
-    ]
+    precision = tuning.resolve_precision(precision, bench.device)
+    shapes = [(images, network.in_channels, pixels, pixels) for images in batches(batch)]
+    workloads = [w for shape in shapes for w in tuning.network_problems(network, shape, precision, bench.device)]
     table: Path | None = None
 
     def keep(result: "Result") -> None:  # at once: who interrupts loses nothing

@@ -236,9 +236,12 @@ def lookup(gpu: str) -> Lookup:
     return known.lookup
 
 
-def forget() -> None:
-    """Reads files and sources anew at the next look-up."""
+def forget(gpu: str | None = None) -> None:
+    """Reads the user's own table for one GPU anew at the next look-up; by default all tables and kernels' sources."""
     with _lock:
+        if gpu is not None:
+            _known.pop(gpu, None)
+            return
         _known.clear()
         kernels_digest.cache_clear()
         _shipped.cache_clear()
@@ -248,7 +251,7 @@ def keep(gpu: str, entries: Iterable[Entry]) -> None:
     """Adds entries for as long as the process lives: for where no file can be written."""
     with _lock:
         _kept.setdefault(gpu, {}).update({entry.key: entry for entry in entries})
-        _known.pop(gpu, None)
+    forget(gpu)
 
 
 @dataclass

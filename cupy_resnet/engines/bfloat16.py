@@ -14,8 +14,8 @@ def to_bfloat16(values: np.ndarray) -> np.ndarray:
         single = values.astype(np.float32)
         bits = single.view(np.uint32)
         if values.dtype == np.float64:
-            # Rounding float64 to float32 and that again could go wrong where the first step ends on a tie of the second.
-            # So the first rounds to odd: towards zero, with the last bit set if anything was cut off.
+            # Rounding to float32 and that again goes wrong where the first step ends on a tie of the second. So the
+            # first rounds to odd: towards zero, with the last bit set if anything was cut off.
             bits = bits - (np.abs(single) > np.abs(values))
             bits |= single != values
         rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)

@@ -109,7 +109,7 @@ def conv2d_problem(
 
 
 def stem(x: Any, weight: Any, bias: Any) -> Shape:
-    """Returns the shape of ``stem``'s output for pixels (N, H, W, C) and a filter (K, 7, 7, C), or raises ValueError."""
+    """Returns the output's shape of ``stem`` on (N, H, W, C) with a filter (K, 7, 7, C), or raises ValueError."""
     problem = conv2d(x, weight, bias, stride=2, padding=3)
     if (problem.R, problem.S) != (7, 7):
         raise ValueError(f"stem: weight {tuple(weight.shape)} must be a 7×7 filter (K, 7, 7, C)")

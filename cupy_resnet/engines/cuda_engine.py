@@ -3,11 +3,10 @@
 from typing import Any
 
 from .._names import unknown_name
-from ..conv2d import check_kernel
-from ..conv2d.precision import PRECISIONS
+from ..conv2d import PRECISIONS, check_kernel
 from ..errors import EngineUnavailableError
 from .cuda.convolution import Convolutions
-from .cuda.device import cuda_obstacle, describe_device, precision_obstacle
+from .cuda.device import cuda_obstacle, describe_device, find_device, precision_obstacle
 from .cuda.forms import SPECIALISATIONS
 from .cuda.pointwise import Pointwise
 from .cuda.pooling import POOL2D_DTYPE, POOL2D_FIELDS, Pooling
@@ -19,6 +18,7 @@ __all__ = [
     "CudaEngine",
     "cuda_obstacle",
     "describe_device",
+    "find_device",
     "precision_obstacle",
 ]
 
@@ -62,10 +62,7 @@ class CudaEngine(Convolutions, Pointwise, Pooling):
             raise EngineUnavailableError(obstacle)
         import cupy
 
-        count = cupy.cuda.runtime.getDeviceCount()
-        device = cupy.cuda.runtime.getDevice() if device is None else device
-        if not 0 <= device < count:
-            raise EngineUnavailableError(f"there is no GPU {device}; this machine has {count}, numbered from 0")
+        device = find_device(device)
         obstacle = precision_obstacle(precision, describe_device(device))
         if obstacle:
             raise EngineUnavailableError(obstacle)

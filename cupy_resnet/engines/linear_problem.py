@@ -3,12 +3,12 @@
 from ..conv2d.problem import Conv2dProblem
 
 MULTIPLIED_AS = {"fp32": "fp32", "fp32-tc": "fp32-tc", "tf32": "tf32", "fp16": "tf32", "bf16": "tf32"}
-"""Precision of an engine → of the convolution. Features and logits are float32 whatever activations are; where those are
-rounded to 10 bits of mantissa or fewer, the features may be too."""
+"""Precision of an engine → of the convolution. Features and logits are float32 whatever activations are; where those
+are rounded to 10 bits of mantissa or fewer, the features may be too."""
 
 FEWEST_IMAGES = {"fp32": 16}
 FEWEST_IMAGES_ON_TENSOR_CORES = 9
-"""Below that every weight is read once per 8 images, and memory bounds the layer: nothing is gained by a matrix product."""
+"""Up to 8 images kernel linear reads every weight once, and memory bounds the layer: a matrix product gains nothing."""
 
 
 def linear_problem(N: int, C: int, K: int, precision: str) -> Conv2dProblem | None:

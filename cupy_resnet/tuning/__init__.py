@@ -12,7 +12,7 @@ from .bench import Bench, GpuBench, Race
 from .first_call import Tuner
 from .remembering import remember, write_table
 from .rounds import Report, Result, tune
-from .workloads import Candidate, Workload, candidates, network_problems
+from .workloads import Candidate, Workload, candidates, network_problems, resolve_precision
 
 __all__ = [
     "Bench",
@@ -26,6 +26,7 @@ __all__ = [
     "candidates",
     "network_problems",
     "remember",
+    "resolve_precision",
     "tune",
     "write_table",
 ]

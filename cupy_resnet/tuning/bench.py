@@ -134,8 +134,9 @@ class GpuRace:
         self._launches = LAUNCHES
 
     def prepare(self, candidates: Sequence[Candidate]) -> None:
-        """Makes operands, checks every candidate's output against the first's, and captures its launches."""
+        """Makes operands, checks every candidate's output against the first finite one, and captures its launches."""
         self._operands = self._make_operands()
+        tolerance = TOLERANCES[self._workload.problem.precision]
         reference = None
         for candidate in candidates:
             try:
@@ -143,16 +144,15 @@ class GpuRace:
             except CompileError as error:
                 self.rejected[candidate] = str(error)
                 continue
-            if reference is None:
-                reference = output.copy()
-                self._launches = self._suitable_launches(candidate)
-            difference = self._difference(output, reference)
-            tolerance = TOLERANCES[self._workload.problem.precision]
+            difference = self._difference(output, output if reference is None else reference)
             if difference > tolerance:
                 self.rejected[candidate] = (
                     f"its output differs by {difference:.2g} of the largest value, more than {tolerance:g}"
                 )
                 continue
+            if reference is None:
+                reference = output
+                self._launches = self._suitable_launches(candidate)
             self._graphs[candidate] = self._capture(candidate)
 
     def sample(self, candidate: Candidate) -> float:
@@ -247,7 +247,7 @@ class GpuRace:
         return graph
 
     def _difference(self, output: "cupy.ndarray", reference: "cupy.ndarray") -> float:
-        """Largest difference, relative to the largest value of `reference`; Inf where one of them has a NaN."""
+        """Largest difference, relative to the largest value of `reference`; Inf where one of them has a NaN or Inf."""
         import cupy
 
         precision = self._workload.problem.precision
@@ -258,7 +258,7 @@ class GpuRace:
             difference = cupy.abs(a - b)
             worst = cupy.maximum(worst, cupy.where(cupy.isnan(difference), np.float32(np.inf), difference).max())
             largest = cupy.maximum(largest, cupy.abs(b).max())
-        return float(worst / cupy.maximum(largest, np.float32(1e-30)))
+        return float(worst) / max(float(largest), 1e-30) if math.isfinite(float(worst)) else math.inf
 
 
 def compile_all(candidates: Sequence[Candidate], device_id: int) -> None:

@@ -55,8 +55,8 @@ class Tuner:
     def _tune(self, shape: tuple[int, int, int]) -> None:
         N, H, W = shape
         input_shape = (N, self._network.in_channels, H, W)
-        workloads = network_problems(self._network, input_shape, self._precision, fuse=False)
         bench = self._make_bench(self._device_id)
+        workloads = network_problems(self._network, input_shape, self._precision, bench.device, fuse=False)
         gpu = bench.device.name
         own = tuned.lookup(gpu).own
         new = [workload for workload in workloads if (workload.problem, True) not in own]

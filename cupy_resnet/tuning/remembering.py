@@ -44,7 +44,7 @@ def remember(gpu: str, entries: Iterable[tuned.Entry]) -> Path | None:
             )
         tuned.keep(gpu, new)
         return None
-    tuned.forget()
+    tuned.forget(gpu)
     return path
 
 

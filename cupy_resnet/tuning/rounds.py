@@ -108,7 +108,10 @@ def tune(
         found: called with each result as soon as it is there.
         clock: seconds that pass.
     """
-    distinct = list({workload.problem: workload for workload in reversed(list(workloads))}.values())[::-1]
+    first: dict[Conv2dProblem, Workload] = {}
+    for workload in workloads:
+        first.setdefault(workload.problem, workload)
+    distinct = list(first.values())
     entrants: dict[Workload, list[Candidate]] = {}
     skipped: dict[Workload, str] = {}
     for workload in distinct:

@@ -1,5 +1,7 @@
 """What GPU tests compare with: convolution by taps in float64, and numbers in each precision's storage."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +74,28 @@ def to_tf32(values: Any) -> Any:
 
     bits = values.astype(cupy.float32).view(cupy.uint32)
     return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(cupy.float32)
+
+
+def poisoned(shape: tuple[int, ...], precision: str) -> Any:
+    """A CuPy array in a precision's storage that holds nothing but NaN."""
+    import cupy
+
+    storage = PRECISIONS[precision].storage
+    size = int(np.prod(shape, dtype=np.int64)) * storage.itemsize
+    return cupy.full(size, 0xFF, cupy.uint8).view(storage).reshape(shape)
+
+
+@contextlib.contextmanager
+def tf32(*, allowed: bool) -> Iterator[None]:
+    """Whether torch's fp32 convolutions and products may use TF32."""
+    import torch
+
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def as_torch(array: Any) -> Any:

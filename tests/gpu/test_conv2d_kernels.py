@@ -1,4 +1,4 @@
-"""Every convolution kernel in each of its precisions: exact on small integers, whatever the epilogue and configuration."""
+"""Every convolution kernel in each of its precisions: exact on small integers, with any epilogue and configuration."""
 
 import itertools
 from dataclasses import replace
@@ -45,7 +45,9 @@ class OnDevice:
         self.filter = Filter(self.weight.array)
         self.y = guarded(problem.output_shape, dtype=storage)
 
-    def failures(self, variant: str, config: Any, expected: Any, *, bias: bool, residual: bool, relu: bool) -> list[str]:
+    def failures(
+        self, variant: str, config: Any, expected: Any, *, bias: bool, residual: bool, relu: bool
+    ) -> list[str]:
         """Launches a kernel and returns what is wrong with the result, in words; nothing if it is right."""
         import cupy
 
@@ -80,29 +82,36 @@ def shape_case(name: str) -> IntegerCase:
 def test_exact_on_small_integers_with_every_epilogue(name: str, precision: str, guarded: Any) -> None:
     problem = replace(SHAPES[name], precision=precision)
     variants = [variant for variant in VARIANTS if VARIANTS[variant].supports(problem, H100)[0]]
+    choices = dict.fromkeys(  # with merged groups and without, where there are groups
+        (variant, fastest(variant, problem, H100, spread_nan)[0])
+        for variant in variants
+        for spread_nan in (False, True)
+    )
     case = shape_case(name)
     on_device = OnDevice(guarded, problem, case)
     failures = []
     for bias, residual, relu in EPILOGUES:
         epilogue = {"bias": bias, "residual": residual, "relu": relu}
         expected = case.expected(**epilogue)
-        for variant in variants:
-            config = fastest(variant, problem, H100, spread_nan=True)[0]
+        for variant, config in choices:
             failures += on_device.failures(variant, config, expected, **epilogue)
     assert not failures, "\n".join(failures)
     assert len(variants) >= {"fp32": 4, "fp32-tc": 1}.get(precision, 2)
 
 
 def in_reach(variant: str, problem: Conv2dProblem) -> Conv2dProblem:
-    """A drawn problem, changed to one that Winograd solves, which few are, where that is the variant."""
-    if variant != "conv2d_winograd":
+    """A drawn problem, changed to one that the variant solves where it solves few of them."""
+    if variant not in ("conv2d_winograd", "conv2d_mma_patch"):
         return problem
-    own = {"R": 3, "S": 3, "stride_h": 1, "stride_w": 1, "dilation_h": 1, "dilation_w": 1, "groups": 1}
-    return replace(problem, **own, H=problem.H + 2, W=problem.W + 2)
+    dense = {"stride_h": 1, "stride_w": 1, "dilation_h": 1, "dilation_w": 1, "groups": 1}
+    if variant == "conv2d_winograd":
+        return replace(problem, **dense, R=3, S=3, H=problem.H + 2, W=problem.W + 2)
+    return replace(problem, **dense, C=(problem.C + 7) // 8 * 8, K=(problem.K + 7) // 8 * 8)
 
 
 def check_every_configuration(guarded: Any, variant: str, problem: Conv2dProblem, case: ConvCase) -> None:
     integers = integer_case(problem, EXACT_UP_TO[problem.precision], seed=problem.flops % 1000)
+    assert VARIANTS[variant].supports(problem, H100) == (True, "")
     on_device = OnDevice(guarded, problem, integers)
     epilogue = {"bias": case.bias, "residual": case.residual, "relu": case.relu}
     expected = integers.expected(**epilogue)
@@ -117,7 +126,7 @@ def check_every_configuration(guarded: Any, variant: str, problem: Conv2dProblem
 @given(case=conv_cases())
 def test_every_configuration_on_drawn_shapes(variant: str, precision: str, case: ConvCase, guarded: Any) -> None:
     assume(case.problem.N > 0)
-    problem = replace(in_reach(variant, case.problem), precision=precision)
+    problem = in_reach(variant, replace(case.problem, precision=precision))
     check_every_configuration(guarded, variant, problem, case)
 
 
@@ -130,7 +139,7 @@ def test_every_aligned_configuration_on_drawn_shapes(
     """The same with channels and filters in multiples of 8, which few drawn shapes have."""
     p = case.problem
     assume(p.N > 0)
-    problem = replace(p, C=8 * p.C, K=8 * p.K, precision=precision)
+    problem = in_reach(variant, replace(p, C=8 * p.C, K=8 * p.K, precision=precision))
     check_every_configuration(guarded, variant, problem, case)
 
 
@@ -139,6 +148,7 @@ def test_every_aligned_configuration_on_drawn_shapes(
 def test_the_reference_is_torchs_convolution(case: ConvCase) -> None:
     import cupy
 
+    assume(case.problem.N > 0)
     arrays = ConvCase(case.problem).arrays(exact=True)
     y = conv2d_float64(case.problem, cupy.asarray(arrays["x"]), cupy.asarray(arrays["weight"]))
     expected = torch_conv2d(arrays, ConvCase(case.problem).arguments)
@@ -164,6 +174,9 @@ def test_a_non_finite_pixel_reaches_exactly_its_receptive_field(variant: str, pr
             assert not np.isfinite(expected[0, 4:7, 5:8]).all()
             assert np.isfinite(expected[1]).all()
             filter = Filter(stored(cupy.asarray(arrays["weight"]), precision))
+            if not VARIANTS[variant].supports(problem, H100)[0]:
+                assert (variant, C) == ("conv2d_mma_patch", 7)
+                continue
             for config in VARIANTS[variant].candidates(problem, H100):
                 y = cupy.empty(problem.output_shape, problem.arithmetic.storage)
                 VARIANTS[variant].launch(problem, Operands(operand, filter, None, None, y, True), config)
@@ -200,15 +213,18 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("variant", "precision"), [pair for pair in EXACT if pair[1] in ("fp32", "fp16") or pair[0] == "conv2d_wmma"][:6]
-)
-@pytest.mark.parametrize("name", LARGE)
+BEYOND = [
+    (name, variant, precision)
+    for name in LARGE
+    for variant, precision in EXACT
+    if precision == "fp16" or (precision == "fp32" and "unaligned" not in name)
+]
+
+
+@pytest.mark.parametrize(("name", "variant", "precision"), BEYOND)
 def test_offsets_beyond_2_to_the_31(name: str, variant: str, precision: str) -> None:
     import cupy
 
-    if "unaligned" in name and not PRECISIONS[precision].tensor_cores:
-        name = name.removesuffix(", unaligned")
     problem = replace(LARGE[name], precision=precision)
     assert max(np.prod(problem.input_shape, dtype=np.int64), np.prod(problem.output_shape, dtype=np.int64)) > 2**31
     storage = problem.arithmetic.storage

@@ -86,10 +86,10 @@ class Convolutions(Layouts):
             return stem_by_parts(cast(Ops, self), x, filter, bias, mean, std, out)
         with x.device:
             bias = self._float32("stem", "bias", bias, x)
-            vectors = self._normalization("stem", x.shape[3], mean, std)
+            means, stds = self._normalization("stem", x.shape[3], mean, std)
             y = self._output("stem", shape, out)
             if y.size:
-                launch_stem(x, filter, bias, *vectors, y, self.arithmetic)
+                launch_stem(x, filter, bias, means, stds, y, self.arithmetic)
             return y
 
     def linear(self, x: Any, weight: Any, bias: Any = None) -> "cupy.ndarray":
@@ -108,7 +108,7 @@ class Convolutions(Layouts):
             form = forms.linear(N, C)
             grid = (-(-K // (THREADS // 32)), -(-N // int(form["ROWS"])))
             arguments = (x, weight, NULL if bias is None else bias, y, np.int32(N), np.int32(C), np.int32(K))
-            jit.get_function("linear", defines=form)(grid, (THREADS,), arguments)
+            jit.launch(jit.get_function("linear", defines=form), grid, (THREADS,), arguments, waits=True)
             return y
 
     @staticmethod

@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from ...conv2d import Device
+from ...errors import EngineUnavailableError
 
 MIN_COMPUTE_CAPABILITY = {"fp16": (7, 0), "bf16": (8, 0), "tf32": (8, 0), "fp32-tc": (8, 0)}
 """The oldest tensor cores that multiply in a precision."""
@@ -22,6 +23,17 @@ def describe_device(device_id: int) -> Device:
         sm_count=properties["multiProcessorCount"],
         shared_memory_per_block=properties["sharedMemPerBlockOptin"],
     )
+
+
+def find_device(device: int | None) -> int:
+    """Returns the number of a GPU that exists, the current one for None, or raises EngineUnavailableError."""
+    import cupy
+
+    count = cupy.cuda.runtime.getDeviceCount()
+    device = int(cupy.cuda.runtime.getDevice()) if device is None else device
+    if not 0 <= device < count:
+        raise EngineUnavailableError(f"there is no GPU {device}; this machine has {count}, numbered from 0")
+    return device
 
 
 def cuda_obstacle() -> str | None:

@@ -68,4 +68,4 @@ SPECIALISATIONS: dict[str, tuple[Form, ...]] = {
     "pad_channels": ({"UNIT": "float"}, {"UNIT": "Half"}, {"UNIT": "Chunk"}),
     "linear": tuple(linear(N, C) for N in (1, 8) for C in (4, 1)),
 }
-"""Kernel file → every form in which the engine launches it, where there is more than one; the first is the default's."""
+"""Kernel file → every form in which the engine launches it, where there is more than one; the default's first."""

@@ -69,7 +69,8 @@ class Pooling(CudaArrays):
                 columns = 32 if vector == 1 else 8
                 grid = (-(-C // (columns * vector)), min(N, 65535))
                 kernel = jit.get_function("global_avg_pool2d", defines=form)
-                kernel(grid, (columns, 8), (x, y, np.int32(N), np.int32(H * W), np.int32(C)))
+                arguments = (x, y, np.int32(N), np.int32(H * W), np.int32(C))
+                jit.launch(kernel, grid, (columns, 8), arguments, waits=True)
             return y
 
     def softmax(self, x: Any) -> "cupy.ndarray":
