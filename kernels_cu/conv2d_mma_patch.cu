@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         while (row < rows) {
             const long long offset = row_offsets[row];
             const bool valid = offset >= 0 && w >= 0 && w < params.W && c < params.C;
-            copy_async<16>(patch + swizzled(pixel, column), valid ? x + offset + w * params.C + c : x, valid);
+            copy_async<16>(patch + swizzled(pixel, column), x + offset + w * params.C + c, valid);
             pixel += THREADS / COLUMNS;
             w += THREADS / COLUMNS;
             for (; w + params.pad_w >= padded.columns; w -= padded.columns) ++row;
@@ -97,12 +97,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (slice >= end - begin) return;
         unsigned char* const stage = filter_stages + slice % NUM_STAGES * TILE_N * ROW_BYTES;
         const int c = next_channels * TILE_K + column * VECTOR;
-        const ELEMENT* const source = filter + (n0 + filter_row0) * params.gemm_k + next_tap * params.C + c;
+        const ELEMENT* const source = filter + next_tap * params.C + c;
 #pragma unroll
         for (int i = 0; i < TILE_N / (THREADS / COLUMNS); ++i) {
-            const int row = i * (THREADS / COLUMNS);
-            const bool valid = n0 + filter_row0 + row < params.K && c < params.C;
-            copy_async<16>(stage + swizzled(filter_row0 + row, column), valid ? source + row * params.gemm_k : filter, valid);
+            const int row = filter_row0 + i * (THREADS / COLUMNS);
+            const int k = min(n0 + row, params.K - 1);  // rows past the last repeat it: what they give is not stored
+            copy_async<16>(stage + swizzled(row, column), source + k * params.gemm_k, c < params.C);
         }
         if (++next_tap == taps) next_tap = 0, ++next_channels;
     };

@@ -3,7 +3,7 @@
 // On older architectures they are ordinary loads and stores: same result, no overlap with arithmetic.
 #pragma once
 
-// Copies BYTES (4 or 16) from `source` if `valid`, else writes zeros. `source` must be a mapped address either way.
+// Copies BYTES (4 or 16) from `source` if `valid`, else writes zeros; then nothing is read, wherever `source` points.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(void* destination, const void* source, bool valid) {
     static_assert(BYTES == 4 || BYTES == 16, "what cp.async moves");

@@ -84,7 +84,7 @@ struct ChunkLoader {
             unsigned char* const target = destination + i * ROW_STEP * ROW_BYTES;
             if constexpr (PER_LOAD > 1) {
                 const bool valid = depth < params.gemm_k && inside(row.h + dh, row.w + dw);
-                copy_async<16>(target, valid ? x + row.offset + to_tap : x, valid);
+                copy_async<16>(target, x + row.offset + to_tap, valid);
             } else {
                 Depth at = position;
                 store_gathered(target, [&](int element) {
@@ -99,7 +99,7 @@ struct ChunkLoader {
         }
     }
 
-    // `left`: rows from the first one on; those past them are zeros.
+    // `left`: rows from the first one on. Those past them repeat the last: what they give is not stored.
     template <int ROWS>
     __device__ __forceinline__ void load_filters(unsigned char* stage, const Element* filter, int left) const {
         static_assert(ROWS % ROW_STEP == 0, "passes must cover the rows");
@@ -107,15 +107,14 @@ struct ChunkLoader {
         unsigned char* const destination = stage + swizzled(row0, threadIdx.x % COLUMNS);
 #pragma unroll
         for (int i = 0; i < ROWS / ROW_STEP; ++i) {
-            const int row = row0 + i * ROW_STEP;
+            const int row = min(row0 + i * ROW_STEP, left - 1);
             const Element* const source = filter + row * params.gemm_k + depth;
             unsigned char* const target = destination + i * ROW_STEP * ROW_BYTES;
             if constexpr (PER_LOAD > 1) {
-                const bool valid = row < left && depth < params.gemm_k;
-                copy_async<16>(target, valid ? source : filter, valid);
+                copy_async<16>(target, source, depth < params.gemm_k);
             } else {
                 store_gathered(target, [&](int element) {
-                    return row < left && depth + element < params.gemm_k ? to_float(source[element]) : 0.0f;
+                    return depth + element < params.gemm_k ? to_float(source[element]) : 0.0f;
                 });
             }
         }

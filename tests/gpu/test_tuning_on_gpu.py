@@ -1,7 +1,6 @@
 """Tuning on a GPU: what is timed is right and ready to be replayed, and what is found is followed."""
 
 import statistics
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,9 @@ PROBLEMS = {
 
 
 @pytest.fixture(autouse=True)
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Nothing known of this GPU; compiled kernels stay where they are, in memory."""
-    yield fresh_tables(tmp_path, monkeypatch)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing is known of this GPU; compiled kernels stay where they are."""
+    return fresh_tables(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -68,8 +67,11 @@ def test_times_are_those_of_the_kernel() -> None:
     assert timed == pytest.approx(statistics.median(elapsed), rel=0.1)
 
 
-@pytest.mark.parametrize("fault", ["writes nothing", "leaves one value out", "is a little off"])
-def test_a_wrong_output_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fault", "place"),
+    [("writes nothing", 0), ("writes nothing", 1), ("leaves one value out", 0), ("is a little off", 1)],
+)
+def test_a_wrong_output_is_found(fault: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = GpuBench()
     problem = PROBLEMS["3×3"]
     good, bad, other = candidates(problem, bench.device)[:3]
@@ -87,7 +89,9 @@ def test_a_wrong_output_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) ->
             operands.y[-1, -1] *= np.float32(1.01)
 
     monkeypatch.setattr(variant, "launch", faulty, raising=False)
-    with bench.race(Workload(problem), [good, bad, other]) as race:
+    entrants = [good, other]
+    entrants.insert(place, bad)
+    with bench.race(Workload(problem), entrants) as race:
         assert list(race.rejected) == [bad]
         assert race.rejected[bad].startswith("its output differs by ")
         assert race.sample(other) > 0
