@@ -9,7 +9,7 @@ Results are copied out of the plan's memory: those of different calls never shar
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from .engines.base import Array, Ops
@@ -37,6 +37,7 @@ class Runner:
         plans: whether forward passes on the CUDA engine are captured and replayed.
         max_plans: plans kept; the least recently used goes first.
         max_bytes: memory they may hold together; by default `MAX_SHARE_OF_MEMORY` of the GPU's.
+        tuner: called with (N, H, W) before each pass, as `cupy_resnet.tuning.Tuner` is; None for no tuning.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class Runner:
         plans: bool = True,
         max_plans: int = MAX_PLANS,
         max_bytes: int | None = None,
+        tuner: Callable[[int, int, int], None] | None = None,
     ) -> None:
         self.network = network
         self.ops = ops
         self.plans = plans and ops.name == "cuda"
         self.max_plans = max_plans
         self.max_bytes = max_bytes
+        self._tuner = tuner
         self._plans: OrderedDict[tuple[int, ...], _Plan] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -79,6 +82,12 @@ class Runner:
         Raises:
             MemoryError: the GPU has no room, after all plans were dropped.
         """
+        if self._tuner is not None and x.shape[0]:
+            import cupy
+
+            with x.device:
+                if not cupy.cuda.get_current_stream().is_capturing():  # else it would become part of the caller's graph
+                    self._tuner(*x.shape[:3])
         if not self.plans or x.shape[0] == 0:
             return self._once(x, mean, std, features, out)
         try:
