@@ -16,7 +16,6 @@ from .cuda_errors import lost_context_explained
 from .engines.base import Array, Ops
 
 
-
 @dataclass(frozen=True)
 class Exchange:
     """A caller's array within the engine's reach, and the way back.

@@ -65,8 +65,8 @@ def load(
         fuse: whether BatchNorm is folded into the convolutions, and residual and ReLU are computed with them.
         plan: whether a forward pass on the GPU is captured as a CUDA graph at the first call of each shape, and
             replayed afterwards; see `cupy_resnet.plan`.
-        tune: whether convolutions not yet timed on this GPU are timed at the first call of each shape, once; the results
-            are kept for later processes. Without effect on the NumPy engine or with a kernel asked for by name.
+        tune: whether convolutions not yet timed on this GPU are timed at the first call of each shape, once; the
+            results are kept for later processes. Without effect on the NumPy engine or with a kernel asked for by name.
         strict: whether a convolution that `kernel` does not support is an error.
         num_classes: by default what the classifier in `weights` has.
         in_channels: by default what the first filter in `weights` has.
@@ -92,6 +92,7 @@ def load(
     if precision not in PRECISIONS:
         raise ValueError(unknown_name("precision", precision, PRECISIONS))
     ops = make_engine(engine, kernel=kernel, strict=strict, device=device, precision=precision)
+    precision = getattr(ops, "precision", "fp32")
     with _download_progress(name) if progress else contextlib.nullcontext() as downloaded:
         found = resolve(
             model,
@@ -130,7 +131,7 @@ def load(
         kernel=kernel,
         strict=strict,
         fuse=fuse,
-        precision=ops.precision,
+        precision=precision,
         plan=plan,
         tuner=tuner,
     )

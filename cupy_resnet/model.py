@@ -1,4 +1,4 @@
-"""`load` and the `Model` it returns: a network with its weights on one engine."""
+"""`Model`, what `cupy_resnet.load` returns: a network with its weights on one engine."""
 
 from collections.abc import Iterable, Iterator
 from types import TracebackType

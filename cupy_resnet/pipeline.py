@@ -18,10 +18,9 @@ import numpy as np
 
 from .batching import activation_bytes, default_batch_size
 from .cuda_errors import lost_context_explained
-from .engines.base import Ops
 from .engines.transfers import SLOTS, Download, Transfers, make_transfers
 from .images import Transforms, expand
-from .networks import Network
+from .plan import Runner
 from .prediction import NotFiniteError, Prediction, Timings, class_names, top_classes
 from .preparation import Item, count_images, default_workers, prepare_ahead, prepare_item
 

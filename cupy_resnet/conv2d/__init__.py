@@ -6,7 +6,18 @@ from .precision import PRECISIONS, Precision
 from .problem import Conv2dProblem
 from .variants import VARIANTS
 
-__all__ = ["H100", "PRECISIONS", "VARIANTS", "Choice", "Conv2dProblem", "Device", "Precision", "check_kernel", "choose", "variant_names"]
+__all__ = [
+    "H100",
+    "PRECISIONS",
+    "VARIANTS",
+    "Choice",
+    "Conv2dProblem",
+    "Device",
+    "Precision",
+    "check_kernel",
+    "choose",
+    "variant_names",
+]
 
 
 def variant_names() -> list[str]:

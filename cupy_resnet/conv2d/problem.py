@@ -16,7 +16,7 @@ class Conv2dProblem:
         N, H, W, C: input batch, height, width, channels.
         K, R, S: output channels, filter height and width.
         stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, groups: as in ``torch.nn.functional.conv2d``.
-        precision: name of the arithmetic, a key of `precision.PRECISIONS`; it gives the dtype of input, filter and output.
+        precision: name of the arithmetic, a key of `precision.PRECISIONS`; it decides the dtype of the tensors.
 
     Raises:
         ValueError: a size that no convolution can have; the message names the argument.

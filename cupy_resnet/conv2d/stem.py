@@ -1,7 +1,7 @@
-"""The launch of conv2d_stem: normalisation, 7×7 convolution, bias, ReLU and max-pool of an ImageNet stem in one kernel."""
+"""The launch of conv2d_stem: a whole ImageNet stem, from pixels to the pooled map, in one kernel."""
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -62,7 +62,7 @@ def supports_stem(
         return False, f"needs compute capability 8.0, {device.name} has {device.number}"
     if (R, S) != (7, 7):
         return False, f"convolves with 7×7 filters, not {R}×{S}"
-    if C > 4 or C != x_shape[3]:
+    if C > 4 or x_shape[3] != C:
         return False, f"takes 1 to 4 channels, not {C}"
     if K % TILE_FILTERS:
         return False, f"needs a multiple of {TILE_FILTERS} filters, not {K}"

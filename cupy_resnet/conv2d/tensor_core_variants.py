@@ -100,9 +100,9 @@ class Mma(Variant):
     def _tiles(problem: Conv2dProblem, device: Device) -> Iterator[configs.MmaConfig]:
         aligned = is_aligned(problem)
         for config in configs.MMA:
-            if (config.precision, config.aligned) == (problem.precision, aligned):
-                if shared_memory(problem, config) <= device.shared_memory_per_block:
-                    yield config
+            fits = shared_memory(problem, config) <= device.shared_memory_per_block
+            if fits and (config.precision, config.aligned) == (problem.precision, aligned):
+                yield config
 
     def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.MmaConfig) -> None:
         merged = as_merged(problem, config.merged_groups)
@@ -197,9 +197,9 @@ def split_k_slices(problem: Conv2dProblem, device: Device, config: configs.MmaCo
     yield 1
     tiles = tile_count(problem, config)
     for slices in SPLIT_K_SLICES:
-        if tiles * slices <= 4 * device.sm_count and tiles <= COUNTERS:
-            if slices <= blocks(problem.gemm_k, config.tile_k):
-                yield slices
+        useful = tiles * slices <= 4 * device.sm_count and slices <= blocks(problem.gemm_k, config.tile_k)
+        if useful and tiles <= COUNTERS:
+            yield slices
 
 
 def as_merged(problem: Conv2dProblem, count: int) -> Conv2dProblem:

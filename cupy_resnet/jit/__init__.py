@@ -2,8 +2,8 @@
 
 The way of a kernel, one module per step: `sources` finds its text, `headers` the CUDA headers that fit the loaded
 NVRTC, `compiler` makes a cubin of it, `cache` keeps that, `building` ties these together, `loading` puts the cubin on
-a device, `launching` starts it. `report` compiles everything for the command line; `arch`, `ptxas` and `toolchain` know architectures,
-the assembler's statistics, and CuPy's NVRTC.
+a device, `launching` starts it. `report` compiles everything for the command line; `arch`, `ptxas` and `toolchain` know
+architectures, the assembler's statistics, and CuPy's NVRTC.
 
 Importing this package imports no CuPy; compiling needs CuPy and NVRTC but no GPU; only `get_function` needs one.
 """
