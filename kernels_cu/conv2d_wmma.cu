@@ -1,6 +1,8 @@
 // conv2d_wmma: implicit GEMM on tensor cores through the WMMA API. The readable one of the tensor-core kernels.
 // @solves 2-D convolution as a matrix product on tensor cores, with the WMMA API (fp16, bf16, TF32; any shape)
 // @arch sm_70
+// @arch_if ELEMENT=BFloat16 sm_80
+// @arch_if ELEMENT=float sm_80
 //
 // Equation   as conv2d_direct, sums in fp32.
 // GEMM view  as conv2d_implicit_gemm: gemm_m = N·P·Q pixels, gemm_n = K/groups filters, gemm_k = R·S·C/groups.

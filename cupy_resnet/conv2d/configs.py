@@ -280,10 +280,19 @@ MMA_PATCH = tuple(
 )
 """Every form in which conv2d_mma_patch is compiled."""
 
+WMMA_TILES = (
+    # (tile_m, tile_n, warp_m, warp_n, min_blocks), aligned
+    ((128, 128, 64, 32, 2), True),
+    ((128, 64, 64, 32, 3), True),
+    ((64, 64, 32, 32, 4), True),
+    ((64, 32, 16, 32, 4), True),
+    ((64, 64, 32, 32, 3), False),
+    ((64, 32, 16, 32, 4), False),
+)
+
 WMMA = tuple(
     WmmaConfig(precision, *tile, aligned=aligned)
     for precision in ("fp16", "bf16", "tf32")
-    for tile in ((128, 128, 64, 32, 1), (64, 64, 32, 32, 2))
-    for aligned in (True, False)
+    for tile, aligned in WMMA_TILES
 )
 """Every form in which conv2d_wmma is compiled."""

@@ -40,7 +40,8 @@ class CudaArrays:
         # What is a permutation of contiguous memory, as channels last, is copied as it lies and stays that permutation.
         order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])
         with self._cupy.cuda.Device(self.device):
-            return self._cupy.asarray(np.ascontiguousarray(x.transpose(order))).transpose(np.argsort(order))
+            memory = self._cupy.asarray(np.ascontiguousarray(x.transpose(order)))
+            return memory.transpose([order.index(axis) for axis in range(x.ndim)])
 
     def to_numpy(self, x: "cupy.ndarray") -> np.ndarray:
         with x.device:
