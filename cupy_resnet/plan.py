@@ -203,6 +203,8 @@ class _Plan:
             self._counters = new_counters()
             with scratch(self._counters):
                 self._input = network.front(ops, x, mean=mean, std=std)
+                if self._input.data.ptr == x.data.ptr:  # the caller's own memory was what the network starts from
+                    self._input = self._input.copy()
                 network.body(ops, self._input)
                 self._stream.synchronize()
                 self._stream.begin_capture()

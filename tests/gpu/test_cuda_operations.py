@@ -123,18 +123,20 @@ def test_batch_norm2d(precision: str, shape: tuple[int, ...], seed: int) -> None
 
 
 @by_storage
-@drawn
-@given(shape=shapes, kernel=st.integers(1, 4), stride=st.integers(1, 3), data=st.data(), seed=st.integers(0, 99))
-def test_pooling(precision: str, shape: Any, kernel: int, stride: int, data: Any, seed: int) -> None:
-    window = {"kernel_size": kernel, "stride": stride, "padding": data.draw(st.integers(0, kernel // 2))}
-    N, H, W, C = shape
-    x = with_specials((N, H + kernel, W + kernel, C), seed, precision)
-    assert_exact(precision, "max_pool2d", x, **window)
-    x = rounded(normal(x.shape, seed), precision)
-    for counted in (True, False):
-        options = {**window, "count_include_pad": counted}
-        expected = reference("float64").avg_pool2d(x.astype(np.float64), **options).astype(np.float32)
-        assert_close(result(precision, "avg_pool2d", x, **options), expected, **TOLERANCES[precision])
+@pytest.mark.parametrize("C", [1, 5, 8, 12, 64])
+@pytest.mark.parametrize("N", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"), [(3, 2, 1), (2, 2, 0), (1, 3, 0), (4, 1, 2), ((2, 5), (3, 1), (0, 2))]
+)
+def test_pooling(precision: str, C: int, N: int, kernel: Any, stride: Any, padding: Any) -> None:
+    window = {"kernel_size": kernel, "stride": stride, "padding": padding}
+    for H, W in ((7, 6), (5, 9)):
+        assert_exact(precision, "max_pool2d", with_specials((N, H, W, C), H, precision), **window)
+        x = rounded(normal((N, H, W, C), H), precision)
+        for counted in (True, False):
+            options = {**window, "count_include_pad": counted}
+            expected = reference("float64").avg_pool2d(x.astype(np.float64), **options).astype(np.float32)
+            assert_close(result(precision, "avg_pool2d", x, **options), expected, **TOLERANCES[precision])
 
 
 @by_storage

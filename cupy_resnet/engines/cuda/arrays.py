@@ -41,7 +41,7 @@ class CudaArrays:
         order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])
         with self._cupy.cuda.Device(self.device):
             memory = self._cupy.asarray(np.ascontiguousarray(x.transpose(order)))
-            return memory.transpose([order.index(axis) for axis in range(x.ndim)])
+            return memory.transpose(*(order.index(axis) for axis in range(x.ndim)))
 
     def to_numpy(self, x: "cupy.ndarray") -> np.ndarray:
         with x.device:

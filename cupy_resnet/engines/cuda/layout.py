@@ -88,7 +88,8 @@ class Layouts(CudaArrays):
         if out is None:
             return self._ready(x)
         out = self._output(op, x.shape, out)
-        out.data.copy_from_device_async(x.data, x.nbytes, self._cupy.cuda.get_current_stream())
+        if x.size:
+            out.data.copy_from_device_async(x.data, x.nbytes, self._cupy.cuda.get_current_stream())
         return out
 
     def _normalized(
