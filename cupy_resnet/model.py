@@ -278,6 +278,16 @@ class Model:
             f"engine={self.engine!r}, kernel={self.kernel!r}, precision={self.precision!r}, fuse={self.fuse}{state})"
         )
 
+    @property
+    def network(self) -> Network:
+        """The network as it is bound to `ops`. Raises RuntimeError once the model is closed."""
+        return self._alive().network
+
+    @property
+    def ops(self) -> Ops:
+        """The engine that runs it. Raises RuntimeError once the model is closed."""
+        return self._alive().ops
+
     def _alive(self) -> Runner:
         if self._runner is None:
             raise RuntimeError(f"this {self.name} model is closed; load it again")

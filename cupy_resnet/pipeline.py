@@ -181,7 +181,7 @@ class _Pipeline:
         runner = self._classifier.running()
         network, ops = runner.network, runner.ops
         free = self._transfers.free_bytes()
-        size = default_batch_size(network, self._classifier.transforms.crop, ops.name, free)
+        size = default_batch_size(network, self._classifier.transforms.crop, ops.name, free, ops.precision)
         logger.info("%s: batches of %d images", network.name, size)
         return size
 
@@ -225,7 +225,7 @@ class _Pipeline:
             there = "" if free is None else f", and {_mebibytes(free)} are free"
             raise MemoryError(
                 f"{network.name}: there is not enough {place} for a single image of {crop} × {crop} pixels: beside the "
-                f"weights it needs about {_mebibytes(activation_bytes(network, crop))}{there}; "
+                f"weights it needs about {_mebibytes(activation_bytes(network, crop, ops.precision))}{there}; "
                 f"close other models and programs that use it ({shortage})"
             )
         middle = (len(items) + 1) // 2

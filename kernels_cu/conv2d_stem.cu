@@ -90,7 +90,9 @@ __device__ __forceinline__ unsigned unit_word(const unsigned* row, int unit, int
     return 2 * t + 1 < left ? word : 2 * t < left ? word & 0xffffu : 0;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, sizeof(ELEMENT) == 4 ? 1 : 2)
+constexpr int MIN_BLOCKS = sizeof(ELEMENT) == 4 ? 1 : 2;
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     conv2d_stem(const INPUT* __restrict__ x, const ELEMENT* __restrict__ filter, const float* __restrict__ bias,
                 const float* __restrict__ mean, const float* __restrict__ std, ELEMENT* __restrict__ y,
                 const StemParams params) {

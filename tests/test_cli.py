@@ -13,7 +13,10 @@ import cupy_resnet
 from cupy_resnet.networks import describe, random_state_dict
 from cupy_resnet.weights_store import embedded
 
-COMMANDS = ("predict", "demo", "info", "models", "explain", "convert", "kernels", "doctor")
+COMMANDS = (
+    *("predict", "demo", "info", "models", "explain", "convert", "kernels", "doctor"),
+    *("verify", "bench", "profile"),
+)
 
 
 @pytest.fixture(scope="module")

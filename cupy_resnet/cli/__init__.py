@@ -11,12 +11,15 @@ import typer
 
 from .. import __version__
 from ..errors import CompileError, EngineUnavailableError
+from .bench import bench
 from .console import Messages, prepare_streams
 from .kernel_list import kernels
 from .machine import demo, doctor
 from .networks import explain, info, models
 from .photographs import predict
+from .profile import profile
 from .tuning import tune
+from .verify import verify
 from .weights import convert
 
 logger = logging.getLogger(__name__)
@@ -27,7 +30,7 @@ app = typer.Typer(
     epilog="`cupy-resnet demo` shows what this machine can do; `cupy-resnet doctor` what it lacks.",
 )  # fmt: skip
 
-for _command in (predict, demo, info, models, explain, convert, kernels, tune, doctor):
+for _command in (predict, demo, info, models, explain, convert, kernels, tune, verify, bench, profile, doctor):
     app.command()(_command)
 
 

@@ -1,31 +1,27 @@
-"""Measures the ladder: every convolution kernel, and cuDNN in the same run, on the layers of a network.
+"""The ladder: what was measured of each convolution kernel beside torch's, and what it sums up to.
 
-    python -m cupy_resnet.proof.ladder --batch 32 --json notebooks/results/ladder_fp32.json
+    cupy-resnet bench --ladder --models resnet50 --batch 32 --json notebooks/results/ladder_fp32.json
     python -m cupy_resnet.proof.tables     # then rewrites the tables in README.md and kernels_cu/README.md
 
-The rival is cuDNN's convolution through torch in float32 with TF32 off, autotuned, in both memory layouts, of which the
-faster counts layer by layer. All contenders take turns sample by sample on the same normally distributed data, without
-bias, residual or ReLU, since torch computes those in kernels of their own.
+The rival is the convolution that torch calls, cuDNN's on a GPU and oneDNN's on a processor, autotuned, in both memory
+layouts, of which the faster counts layer by layer; `cupy_resnet.proof.bench.ladder` measures.
 """
 
-import argparse
-import json
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..binding import bind_shapes
 from ..conv2d import VARIANTS, Conv2dProblem
 from ..engines.shape_engine import ShapeArray, ShapeEngine
 from ..networks import describe
-from ..weights_store.writing import write_file
-from .machine import describe_machine
 
-CUDNN = ("cudnn_nchw", "cudnn_nhwc")
+FORMAT = "ladder"
+LAYOUTS = ("nchw", "nhwc")
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""The precision a problem is in → its dtype."""
 
 
 def convolutions(model: str, batch: int, size: int = 224) -> dict[Conv2dProblem, int]:
@@ -34,6 +30,36 @@ def convolutions(model: str, batch: int, size: int = 224) -> dict[Conv2dProblem,
     network = describe(model)
     bind_shapes(network, fuse=True)(ops, ops.nchw_to_nhwc(ShapeArray((batch, network.in_channels, size, size))))
     return Counter(record.problem for record in ops.records if record.problem is not None)
+
+
+def parse_problem(text: str) -> Conv2dProblem:
+    """Reads a convolution from words such as ``"N=32,H=56,C=64,K=64,R=3,pad=1"``.
+
+    ``W`` is ``H`` and ``S`` is ``R`` unless given; ``stride``, ``pad`` and ``dilation`` hold for height and width,
+    ``stride_h`` and so on for one of them; all others are `Conv2dProblem`'s own, with its defaults.
+
+    Raises:
+        ValueError: a word that is none of these, a size that is missing, or no convolution.
+    """
+    words: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        name = name.strip().upper() if len(name.strip()) == 1 else name.strip().lower()
+        if not value.strip().lstrip("-").isdecimal():
+            raise ValueError(f"a convolution is written like N=32,H=56,C=64,K=64,R=3,pad=1, but {part!r} is no number")
+        for each in (f"{name}_h", f"{name}_w") if name in ("stride", "pad", "dilation") else (name,):
+            words[each] = int(value)
+    words = {"W": words.get("H", 0), "S": words.get("R", 0)} | words
+    known = Conv2dProblem.__dataclass_fields__.keys() - {"dtype"}
+    if unknown := sorted(words.keys() - known):
+        raise ValueError(
+            f"no size of a convolution is called {', '.join(unknown)}: there are {', '.join(sorted(known))}"
+        )
+    if missing := [name for name in "NHCKR" if name not in words]:
+        raise ValueError(f"the convolution {text!r} lacks {', '.join(missing)}")
+    if words["N"] < 1:
+        raise ValueError(f"the convolution {text!r} has no image to measure: N must be at least 1")
+    return Conv2dProblem(**words)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -47,6 +73,9 @@ class Layer:
         flops: of the direct convolution.
         configs: contender to configuration, for ours.
         samples_ms: contender to the time of each sample; a kernel that does not support the problem is absent.
+        wrong: a kernel of ours whose times do not count, to the reason.
+        library: behind torch's convolution, ``"cudnn"`` or ``"onednn"``. Its contenders are called
+            ``"cudnn_nhwc"`` in float32 and ``"cudnn_fp16_nhwc"`` in another precision.
     """
 
     problem: dict[str, Any]
@@ -55,91 +84,35 @@ class Layer:
     flops: int
     configs: dict[str, str]
     samples_ms: dict[str, list[float]]
+    wrong: dict[str, str] = field(default_factory=dict)
+    library: str = "cudnn"
 
     def median_ms(self, contender: str) -> float:
-        """Median time of a contender; ``"cudnn"`` is the faster of its two layouts."""
-        if contender == "cudnn":
-            return min(self.median_ms(name) for name in CUDNN)
-        return statistics.median(self.samples_ms[contender])
+        """Median time of a contender; of a library, as ``"cudnn"`` or ``"cudnn_fp16"``, in the faster layout."""
+        layouts = [f"{contender}_{layout}" for layout in LAYOUTS if f"{contender}_{layout}" in self.samples_ms]
+        return min(statistics.median(self.samples_ms[name]) for name in layouts or [contender])
+
+    @property
+    def rival(self) -> str:
+        """The library in the problem's own precision, as `median_ms` knows it."""
+        precision = next(name for name, dtype in DTYPES.items() if dtype == self.problem["dtype"])
+        return library_name(self.library, precision)
+
+    @property
+    def libraries(self) -> list[str]:
+        """The library in every precision that was measured, as `median_ms` knows them."""
+        names = (name.rpartition("_")[0] for name in self.samples_ms if name.startswith(f"{self.library}_"))
+        return list(dict.fromkeys(names))
+
+    @property
+    def kernels(self) -> list[str]:
+        """Ours, whose times count."""
+        return [name for name in self.configs if name in self.samples_ms and name not in self.wrong]
 
 
-def measure_layer(problem: Conv2dProblem, count: int, samples: int, milliseconds: float) -> Layer:
-    """Times every contender on one problem; a sample lasts about `milliseconds`."""
-    import cupy
-
-    from ..conv2d.heuristics import fastest
-    from ..conv2d.variants import Filter, Operands
-    from ..engines.cuda_engine import describe_device
-
-    device = describe_device(cupy.cuda.runtime.getDevice())
-    x = cupy.random.standard_normal(problem.input_shape, dtype=cupy.float32)
-    weight = cupy.random.standard_normal(problem.filter_shape, dtype=cupy.float32)
-    y = cupy.empty(problem.output_shape, cupy.float32)
-    operands = Operands(x, Filter(weight), None, None, y, False)
-    contenders: dict[str, Callable[[], Any]] = {}
-    configs = {}
-    for name, variant in VARIANTS.items():
-        if variant.supports(problem, device)[0]:
-            config, _ = fastest(name, problem, device)
-            configs[name] = str(config)
-            contenders[name] = partial(variant.launch, problem, operands, config)
-    contenders |= _cudnn(problem, x, weight)
-    repeats = {name: _repeats(contender, milliseconds) for name, contender in contenders.items()}
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(samples):
-        for name, contender in contenders.items():
-            times[name].append(_time(contender, repeats[name]))
-    return Layer(asdict(problem), str(problem), count, problem.flops, configs, times)
-
-
-def _cudnn(problem: Conv2dProblem, x: Any, weight: Any) -> dict[str, Callable[[], Any]]:
-    """The rival's calls on the same data."""
-    import torch
-
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.benchmark = True
-    nhwc = [torch.from_dlpack(array).permute(0, 3, 1, 2) for array in (x, weight)]
-    options: dict[str, Any] = {
-        "stride": (problem.stride_h, problem.stride_w),
-        "padding": (problem.pad_h, problem.pad_w),
-        "dilation": (problem.dilation_h, problem.dilation_w),
-        "groups": problem.groups,
-    }
-    calls: dict[str, Callable[[], Any]] = {}
-    for name, tensors in zip(CUDNN, ([t.contiguous() for t in nhwc], nhwc), strict=True):
-        calls[name] = partial(torch.nn.functional.conv2d, *tensors, **options)
-        calls[name]()  # autotunes
-    torch.cuda.synchronize()
-    return calls
-
-
-def _time(call: Callable[[], Any], repeats: int) -> float:
-    """Milliseconds per call of `repeats` calls in a row, by events on the default stream."""
-    import cupy
-
-    start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-    start.record()
-    for _ in range(repeats):
-        call()
-    stop.record()
-    stop.synchronize()
-    return float(cupy.cuda.get_elapsed_time(start, stop)) / repeats
-
-
-def _repeats(call: Callable[[], Any], milliseconds: float) -> int:
-    call()
-    return max(1, min(100, int(milliseconds / max(_time(call, 1), 1e-3))))
-
-
-def measure(model: str, batch: int, samples: int, milliseconds: float, commit: str | None) -> dict[str, Any]:
-    """Measures every distinct convolution of a network and returns the report that `main` stores."""
-    import cupy
-
-    layers = []
-    for problem, count in convolutions(model, batch).items():
-        layers.append(asdict(measure_layer(problem, count, samples, milliseconds)))
-        cupy.get_default_memory_pool().free_all_blocks()
-    return {**describe_machine(commit), "model": model, "batch": batch, "precision": "fp32", "layers": layers}
+def library_name(library: str, precision: str) -> str:
+    """Returns what a library is called in a precision: by its name in float32, else as ``"cudnn_fp16"``."""
+    return library if precision == "fp32" else f"{library}_{precision}"
 
 
 @dataclass(frozen=True)
@@ -151,7 +124,7 @@ class Rung:
         layers: how many it supports.
         milliseconds: their total.
         tflops: 10¹² operations of the direct convolution per second.
-        cudnn_milliseconds: cuDNN's total on the same layers.
+        cudnn_milliseconds: the total of torch's library, cuDNN or oneDNN, on the same layers in the same precision.
     """
 
     name: str
@@ -162,38 +135,33 @@ class Rung:
 
     @property
     def percent_of_cudnn(self) -> float:
-        """Speed relative to that of cuDNN, which is 100."""
+        """Speed relative to that of the library, which is 100."""
         return 100 * self.cudnn_milliseconds / self.milliseconds
 
 
-def rungs(report: dict[str, Any], only: Iterable[str] | None = None) -> list[Rung]:
+def rungs(report: Mapping[str, Any], only: Iterable[str] | None = None) -> list[Rung]:
     """Sums a report up, in the ladder's order; `only` restricts the layers to those of these texts."""
-    layers = [Layer(**layer) for layer in report["layers"]]
+    layers = _layers(report, only)
+    return [rung for name in (*VARIANTS, "numpy") if (rung := _rung(name, layers, lambda layer: layer.kernels))]
+
+
+def library_rungs(report: Mapping[str, Any]) -> list[Rung]:
+    """The same for torch's convolution, in every precision that was measured, as ``"cudnn_tf32"``."""
+    layers = _layers(report, None)
+    names = dict.fromkeys(name for layer in layers for name in layer.libraries)
+    return [rung for name in names if (rung := _rung(name, layers, lambda layer: layer.libraries))]
+
+
+def _layers(report: Mapping[str, Any], only: Iterable[str] | None) -> list[Layer]:
     wanted = None if only is None else set(only)
-    result = []
-    for name in VARIANTS:
-        mine = [x for x in layers if name in x.samples_ms and (wanted is None or x.text in wanted)]
-        if mine:
-            total = sum(layer.median_ms(name) for layer in mine)
-            flops = sum(layer.flops for layer in mine)
-            cudnn = sum(layer.median_ms("cudnn") for layer in mine)
-            result.append(Rung(name, len(mine), total, flops / total / 1e9, cudnn))
-    return result
+    layers = [Layer(**layer) for layer in report["layers"]]
+    return [layer for layer in layers if wanted is None or layer.text in wanted]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures and stores."""
-    parser = argparse.ArgumentParser(prog="python -m cupy_resnet.proof.ladder", description="Measures the ladder.")
-    parser.add_argument("--model", default="resnet50")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=15)
-    parser.add_argument("--milliseconds", type=float, default=3.0, help="length of a sample")
-    parser.add_argument("--commit", help="the source's commit, to be stored")
-    parser.add_argument("--json", type=Path, required=True, help="where to store the report")
-    options = parser.parse_args(arguments)
-    report = measure(options.model, options.batch, options.samples, options.milliseconds, options.commit)
-    write_file(options.json, json.dumps(report, indent=1, ensure_ascii=False).encode())
-
-
-if __name__ == "__main__":
-    main()
+def _rung(name: str, layers: Sequence[Layer], names_of: Callable[[Layer], Sequence[str]]) -> Rung | None:
+    mine = [layer for layer in layers if name in names_of(layer)]
+    if not mine:
+        return None
+    total = sum(layer.median_ms(name) for layer in mine)
+    flops = sum(layer.flops for layer in mine)
+    return Rung(name, len(mine), total, flops / total / 1e9, sum(layer.median_ms(layer.rival) for layer in mine))

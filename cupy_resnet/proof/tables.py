@@ -3,15 +3,20 @@
     python -m cupy_resnet.proof.tables
 
 A page marks the place of a table by ``<!-- table: NAME -->`` and ``<!-- end -->``; what stands between is rewritten.
+NAME is one of `TABLES`, or a file that `cupy-resnet bench --json` wrote, without suffix, in ``notebooks/results``.
 Only a source tree has the pages and the measurements.
 """
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .bench.end_to_end import EndToEndReport
+from .bench.fusion import FusionReport
+from .bench.listings import Listing, list_end_to_end, list_fusion, list_ladder, list_report
+from .bench.report import Report
 from .ladder import Layer, rungs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,17 +30,21 @@ def load(name: str) -> dict[str, Any]:
     return report
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _origin(report: dict[str, Any], file: str) -> str:
     versions = report["versions"]
-    return (
-        f"{report['device']}, CUDA driver {report['driver_cuda']}, CuPy {versions['cupy']}, NVRTC {versions['nvrtc']}, "
-        f"torch {versions['torch']}, {report['date']}; raw samples in `notebooks/results/{file}.json`."
-    )
+    if report["driver_cuda"] is None:
+        device = f"{report['processor']}, {report['processors']} processors, NumPy {versions['numpy']}"
+    else:
+        device = (
+            f"{report['device']}, CUDA driver {report['driver_cuda']}, CuPy {versions['cupy']}, "
+            f"NVRTC {versions['nvrtc']}"
+        )
+    return f"{device}, torch {versions['torch']}, {report['date']}; raw samples in `notebooks/results/{file}.json`."
 
 
 def ladder() -> str:
@@ -93,6 +102,35 @@ def network() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {"ladder": ladder, "layers": layers, "network": network}
 
+LISTINGS: dict[str, Callable[[dict[str, Any]], Listing]] = {
+    "bench": lambda report: list_report(Report.from_dict(report)),
+    "fusion": lambda report: list_fusion(FusionReport.from_dict(report)),
+    "end_to_end": lambda report: list_end_to_end(EndToEndReport.from_dict(report)),
+    "ladder": list_ladder,
+}
+"""By the ``format`` of a stored measurement: how it is listed."""
+
+
+def table(name: str) -> str:
+    """Returns a table in Markdown with what it was measured on.
+
+    Args:
+        name: of `TABLES`, or of a stored measurement with a ``format`` of `LISTINGS`.
+
+    Raises:
+        KeyError: there is neither.
+    """
+    if name in TABLES:
+        return TABLES[name]()
+    if not (RESULTS / f"{name}.json").is_file():
+        raise KeyError(f"there is no table {name!r}: neither one of {', '.join(TABLES)} nor a file in {RESULTS}")
+    report = load(name)
+    if report.get("format") not in LISTINGS:
+        raise KeyError(f"{name}.json is no measurement of {', '.join(LISTINGS)}")
+    listing = LISTINGS[report["format"]](report)
+    notes = " ".join(f"{note.rstrip('.')}." for note in (listing.title, *listing.notes))
+    return f"{_table(listing.header, listing.rows)}\n\n{notes} {_origin(report, name)}"
+
 
 def render(text: str) -> str:
     """Returns a page with every marked table rewritten.
@@ -102,8 +140,7 @@ def render(text: str) -> str:
     """
 
     def replace(match: re.Match[str]) -> str:
-        name = match[1]
-        return f"<!-- table: {name} -->\n{TABLES[name]()}\n<!-- end -->"
+        return f"<!-- table: {match[1]} -->\n{table(match[1])}\n<!-- end -->"
 
     return re.sub(r"<!-- table: (\w+) -->.*?<!-- end -->", replace, text, flags=re.S)
 

@@ -167,7 +167,7 @@ def test_case_25_values_that_are_not_finite_name_the_layer() -> None:
 def test_case_30_a_batch_that_does_not_fit_is_halved(model, images, expected, monkeypatch, caplog) -> None:
     import cupy
 
-    _, ops = model._alive()
+    ops = model.ops
     softmax, sizes = ops.softmax, []
 
     def short(logits: Any) -> Any:

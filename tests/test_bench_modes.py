@@ -1,0 +1,371 @@
+"""The ladder, fusion and whole runs from files, on the NumPy engine."""
+
+import json
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from bench_support import MACHINE, FakeMeter
+from helpers import normal
+from PIL import Image
+
+import cupy_resnet
+from cupy_resnet.conv2d import Conv2dProblem
+from cupy_resnet.engines.numpy_engine import NumpyEngine
+from cupy_resnet.engines.shape_engine import ShapeEngine
+from cupy_resnet.networks import describe, random_state_dict
+from cupy_resnet.proof import tables
+from cupy_resnet.proof.bench import end_to_end
+from cupy_resnet.proof.bench.end_to_end import EndToEndReport, TorchvisionPipeline, image_files, measure_end_to_end
+from cupy_resnet.proof.bench.fusion import FusionReport, Pass, measure_fusion
+from cupy_resnet.proof.bench.ladder import measure
+from cupy_resnet.proof.bench.listings import list_end_to_end, list_fusion, list_ladder
+from cupy_resnet.proof.bench.report import write_json
+from cupy_resnet.proof.bench.stages import STAGES, bind_stage, stage_records
+from cupy_resnet.proof.bench.timing import Effort
+from cupy_resnet.proof.ladder import Layer, convolutions, library_rungs, parse_problem, rungs
+
+QUICK = Effort(samples=5, warmup=1, seconds=0.2)
+PROBLEM = Conv2dProblem(N=2, H=9, W=9, C=4, K=6, R=3, S=3, pad_h=1, pad_w=1)
+
+
+# The ladder -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("N=2,H=9,C=4,K=6,R=3,pad=1", {}),
+        ("n=2, h=9, c=4, k=6, r=3, pad_h=1, pad_w=1", {}),
+        ("N=2,H=9,C=4,K=6,R=3,pad=1,stride=2", {"stride_h": 2, "stride_w": 2}),
+        ("N=2,H=9,C=4,K=6,R=3,pad=1,S=1,W=5,groups=2", {"S": 1, "W": 5, "groups": 2}),
+        ("N=2,H=9,C=4,K=6,R=3,pad=1,stride_w=2,dilation=2", {"stride_w": 2, "dilation_h": 2, "dilation_w": 2}),
+    ],
+)
+def test_a_convolution_in_words(text, fields):
+    assert parse_problem(text) == replace(PROBLEM, **fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "lacks N, H, C, K, R"),
+        ("N=2,H=9,C=4,K=6", "lacks R"),
+        ("N=2,H=9,C=4,K=6,R=3,color=1", "called color"),
+        ("N=2,H=9,C=4,K=6,R=x", "'R=x' is no number"),
+        ("N=0,H=9,C=4,K=6,R=3", "N must be at least 1"),
+        ("N=2,H=2,C=4,K=6,R=3", "larger than the padded input"),
+        ("N=2,H=9,C=4,K=6,R=3,groups=5", "multiples of groups"),
+    ],
+)
+def test_words_that_are_no_convolution(text, words):
+    with pytest.raises(ValueError, match=words):
+        parse_problem(text)
+
+
+def test_the_ladder_on_the_processor():
+    said = []
+    problems = convolutions("resnet20", 2, 32) | {PROBLEM: 1}
+    report = measure(problems, engine="numpy", effort=QUICK, show=said.append, model="resnet20", batch=2)
+    assert said == [str(problem) for problem in problems]
+    layers = [Layer(**layer) for layer in report["layers"]]
+    for layer, (problem, count) in zip(layers, problems.items(), strict=True):
+        assert (layer.text, layer.count, layer.flops) == (str(problem), count, problem.flops)
+        assert layer.kernels == ["numpy"]
+        assert layer.libraries == ["onednn", "onednn_bf16"]
+        assert all(samples and min(samples) > 0 for samples in layer.samples_ms.values())
+    (own,) = rungs(report)
+    assert (own.name, own.layers) == ("numpy", len(problems))
+    assert own.milliseconds == pytest.approx(sum(layer.median_ms("numpy") for layer in layers))
+    assert [rung.name for rung in library_rungs(report)] == ["onednn", "onednn_bf16"]
+    assert library_rungs(report)[0].percent_of_cudnn == pytest.approx(100)
+    found = list_ladder(report)
+    assert [cells[0] for cells in found.rows] == ["numpy", "oneDNN", "oneDNN bf16"]
+    assert found.header[-1] == "of oneDNN fp32"
+    assert "resnet20, N = 2" in found.title
+
+
+def test_a_kernel_with_one_wrong_tap_does_not_count(monkeypatch):
+    right = NumpyEngine.conv2d
+
+    def broken(self, x, weight, *operands, **geometry):
+        weight = weight.copy()
+        weight[:, 2, 1] = 0
+        return right(self, x, weight, *operands, **geometry)
+
+    monkeypatch.setattr(NumpyEngine, "conv2d", broken)
+    report = measure({PROBLEM: 1}, engine="numpy", effort=QUICK)
+    (layer,) = report["layers"]
+    assert "relative error" in layer["wrong"]["numpy"]
+    assert rungs(report) == []
+    assert any("does not count" in note for note in list_ladder(report).notes)
+
+
+def test_a_ladder_of_another_precision():
+    report = measure({PROBLEM: 1}, engine="numpy", effort=QUICK, precision="bf16")
+    (layer,) = (Layer(**layer) for layer in report["layers"])
+    assert layer.kernels == []
+    assert layer.rival == "onednn_bf16"
+    assert [round(rung.percent_of_cudnn) for rung in library_rungs(report)][1] == 100
+    with pytest.raises(ValueError, match="fp32, fp16, bf16"):
+        measure({PROBLEM: 1}, engine="numpy", effort=QUICK, precision="int8")
+
+
+def test_the_stored_ladder_reads_as_before_and_is_listed():
+    stored = tables.load("ladder_fp32")
+    assert library_rungs(stored)[0].percent_of_cudnn == pytest.approx(100)
+    found = list_ladder(stored)
+    assert [cells[0] for cells in found.rows][-1] == "cuDNN"
+    assert "resnet50, N = 32" in found.title
+
+
+# Fusion ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["resnet18", "resnet50", "resnet20"])
+def test_every_stage_computes_the_same(model):
+    network, ops = describe(model, num_classes=10), NumpyEngine("float64")
+    state = random_state_dict(network)
+    x = normal((2, 40, 40, 3)).astype(np.float64)
+    expected = None
+    for stage in STAGES:
+        logits, features = bind_stage(stage, network, state, ops)(stage.wrapper(ops), x)
+        expected = logits if expected is None else expected
+        np.testing.assert_allclose(logits, expected, rtol=1e-10, atol=1e-10)
+        assert features.shape == (2, network.num_features)
+
+
+def operations(model, stage):
+    """How often each operation occurs in a stage; a convolution with what is fused behind it."""
+    counts = {}
+    for record in stage_records(stage, describe(model), (1, 32, 32, 3)):
+        name = "+".join([record.op, *record.epilogue])
+        counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def test_stages_of_resnet18_kernel_by_kernel():
+    # 20 convolutions: the stem, two in each of 8 blocks, 3 shortcuts; ReLU behind the stem, 8 first ones, 8 additions
+    pools = {"max_pool2d": 1, "global_avg_pool2d": 1, "linear": 1}
+    standard, add_relu, conv_bn_relu, conv_bn, everything = (operations("resnet18", stage) for stage in STAGES)
+    assert standard == {"conv2d": 20, "batch_norm2d": 20, "add": 8, "relu": 17} | pools
+    assert add_relu == {"conv2d": 20, "batch_norm2d": 20, "add_relu": 8, "relu": 9} | pools
+    assert conv_bn_relu == {"conv2d": 11, "batch_norm2d": 11, "conv2d+bias+relu": 9, "add_relu": 8} | pools
+    assert conv_bn == {"conv2d+bias": 11, "conv2d+bias+relu": 9, "add_relu": 8} | pools
+    assert everything == {"conv2d+bias": 3, "conv2d+bias+relu": 9, "conv2d+bias+residual+relu": 8} | pools
+
+
+def test_first_and_last_stage_are_those_of_load():
+    network = describe("resnet20")
+    for stage, fuse in ((STAGES[0], False), (STAGES[-1], True)):
+        model = cupy_resnet.load("resnet20", random_state_dict(network), engine="numpy", fuse=fuse)
+        loaded = [step.record for step in model.explain((3, 3, 32, 32))][1:]
+        assert [(r.op, r.output_shape, r.epilogue, r.nbytes) for r in loaded] == [
+            (r.op, r.output_shape, r.epilogue, r.nbytes) for r in stage_records(stage, network, (3, 32, 32, 3))
+        ]
+
+
+def test_every_stage_moves_fewer_bytes_than_the_one_before():
+    for model in ("resnet18", "resnet50"):
+        moved = [sum(r.nbytes for r in stage_records(stage, describe(model), (64, 224, 224, 3))) for stage in STAGES]
+        assert moved == sorted(moved, reverse=True)
+        assert moved[0] > 1.5 * moved[-1]
+
+
+def test_a_wrapper_forwards_everything_else():
+    for stage in STAGES:
+        ops = stage.wrapper(ShapeEngine())
+        assert ops.name == "shapes"
+        with pytest.raises(AttributeError):
+            ops.nothing  # noqa: B018
+
+
+def test_fusion_on_the_processor():
+    report = measure_fusion("resnet20", 2, engine="numpy", effort=QUICK)
+    assert [stage.name for stage in report.stages] == [stage.name for stage in STAGES]
+    assert len(report.torch) == 4
+    for each in report.stages + report.torch:
+        assert each.wrong is None
+        assert each.error < 1e-5
+        assert each.device_ms == []
+        assert each.device is None
+        assert each.time.count == 5
+    assert [report.rival(stage) is not None for stage in report.stages] == [True, False, False, True, False]
+    assert report.rival(report.stages[3]).name.startswith("folded-")
+    assert report.stages[0].operations == 70
+    stored = json.loads(json.dumps(report.to_dict()))
+    assert FusionReport.from_dict(stored) == report
+    with pytest.raises(ValueError, match="format is 'bench'"):
+        FusionReport.from_dict(stored | {"format": "bench"})
+    del stored["stages"]
+    with pytest.raises(ValueError, match="lacks stages"):
+        FusionReport.from_dict(stored)
+
+
+def test_a_stage_that_computes_something_else_has_no_gain(monkeypatch):
+    right = NumpyEngine.add_relu
+    monkeypatch.setattr(NumpyEngine, "add_relu", lambda self, x, y: right(self, x, y * np.float32(1.001)))
+    report = measure_fusion("resnet20", 1, engine="numpy", effort=QUICK)
+    assert [stage.wrong is None for stage in report.stages] == [True, False, False, False, True]
+    assert "relative error" in report.gain(report.stages[1]).reason
+    assert list_fusion(report).rows[1][4] == "–"
+
+
+def fused(name, host, device=0.0, **fields):
+    known = {"stage": name, "operations": 10, "nbytes": 10**6, "error": 1e-6, "wrong": None}
+    return Pass(name=name, host_ms=[host] * 5, device_ms=[device] * 5 if device else [], **known | fields)
+
+
+def test_on_a_gpu_host_and_gpu_time_are_told_apart():
+    stages = [fused("standard", 4.0, 3.0), fused("+ add-ReLU", 3.5, 2.0)]
+    torchs = [fused("eager-nchw", 5.0, 6.0, stage="standard"), fused("eager-nhwc", 7.0, 4.5, stage="standard")]
+    report = FusionReport(
+        machine=MACHINE, model="resnet18", N=64, size=224, engine="cuda", precision="fp32", stages=stages, torch=torchs
+    )
+    found = list_fusion(report)
+    assert found.header == (
+        *("stage", "operations", "MB moved", "host, ms", "GPU, ms", "gain", "torch: host, ms", "torch: GPU, ms"),
+    )
+    assert found.rows[0] == ("standard", "10", "1.00", "4.00", "3.00", "", "7.00", "4.50 (eager-nhwc)")
+    assert found.rows[1] == ("+ add-ReLU", "10", "1.00", "3.50", "2.00", "1.50×", "–", "–")
+
+
+# From files to labels -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    folder = tmp_path / "photographs"
+    (folder / "more").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for number in range(7):
+        small = Image.fromarray(rng.integers(0, 256, (6, 8, 3), np.uint8))
+        small.resize((80, 60)).save(folder / ("more" if number % 2 else ".") / f"{number}.jpg")
+    return folder
+
+
+def test_whole_runs_from_files(photographs):
+    said = []
+    report = measure_end_to_end(
+        "resnet20-cifar10", photographs, engine="numpy", batch_size=3, workers=2, effort=QUICK, show=said.append
+    )
+    assert (report.images, report.batch_size, report.workers, report.engine) == (7, 3, 2, "numpy")
+    assert report.megabytes * 1e6 == sum(file.stat().st_size for file in image_files(photographs))
+    assert len(report.ours_s) == len(report.rival_s) == 5
+    assert report.agreement == 1.0
+    assert list(report.stages_ms) == list(end_to_end.STAGES)
+    assert min(report.stages_ms.values()) > 0
+    assert sum(report.shares.values()) == pytest.approx(1)
+    assert report.images_per_second == pytest.approx(7 / np.median(report.ours_s))
+    assert said[0] == "the first run, which does not count"
+    assert EndToEndReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    found = list_end_to_end(report)
+    assert [cells[0] for cells in found.rows] == list(end_to_end.STAGES)
+    assert "7 files" in found.notes[0]
+    assert "the same class for 100.0%" in found.notes[2]
+
+
+def test_whole_runs_without_a_rival_have_no_ratio(photographs):
+    report = measure_end_to_end("resnet20-cifar10", photographs, engine="numpy", rival=False, effort=QUICK)
+    assert report.rival_s == []
+    assert report.rival_images_per_second is None
+    assert report.agreement is None
+    assert "no rival" in report.ratio.reason
+    assert len(list_end_to_end(report).notes) == 2
+
+
+def by_hand(**fields):
+    known = {
+        "model": "resnet20",
+        "precision": "fp32",
+        "engine": "numpy",
+        "images": 100,
+        "megabytes": 1.0,
+        "batch_size": 10,
+        "workers": 2,
+        "ours_s": [1.0] * 5,
+        "rival_s": [1.5] * 5,
+        "stages_ms": {"decode": 8.0, "preprocess": 4.0, "copy": 1.0, "inference": 7.0},
+        "agreement": 1.0,
+    }
+    return EndToEndReport(machine=MACHINE, **known | fields)
+
+
+def test_shares_and_what_is_busy():
+    report = by_hand()
+    assert report.shares == {"decode": 0.4, "preprocess": 0.2, "copy": 0.05, "inference": 0.35}
+    # 10 ms an image: two threads have 20 ms and use 12, the engine uses 8 of its 10
+    assert report.occupancy == pytest.approx({"threads": 0.6, "engine": 0.8})
+    assert report.ratio.value == pytest.approx(1.5)
+
+
+def test_a_rival_that_sees_other_classes_gives_no_ratio():
+    assert "only 98.0% of the images" in by_hand(agreement=0.98).ratio.reason
+    assert "differ by" in by_hand(rival_s=[0.9, 1.0, 1.01, 1.02, 1.2]).ratio.reason
+
+
+def test_the_rivals_pipeline_prepares_images_as_ours_does(photographs):
+    model = cupy_resnet.load("resnet20-cifar10", engine="numpy", resize=40)
+    network, state = describe("resnet20"), random_state_dict(describe("resnet20"))
+    net = cupy_resnet.proof.bench.network.torch_network(network, state)
+    pipeline = TorchvisionPipeline(net, model.transforms, end_to_end.check_precision("fp32"), "cpu", 4, 2)
+    seen = []
+    pipeline._module = lambda x: seen.append(x.clone()) or torch.zeros(len(x), 10)
+    files = image_files(photographs)
+    pipeline.run(files)
+    x = torch.cat(seen)
+    assert [len(batch) for batch in seen] == [4, 3]
+    assert x.is_contiguous(memory_format=torch.channels_last)
+    from cupy_resnet.images import prepare
+
+    for file, found in zip(files, x, strict=True):
+        with Image.open(file) as image:
+            pixels = prepare(image.convert("RGB"), model.transforms).astype(np.float32) / 255
+        expected = (pixels - np.float32(model.transforms.mean)) / np.float32(model.transforms.std)
+        np.testing.assert_allclose(found.permute(1, 2, 0).numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_folder_without_images(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no images"):
+        image_files(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        image_files(tmp_path / "nowhere")
+
+
+def test_copying_is_a_part_of_inference():
+    meter = FakeMeter()
+    predictions = [
+        cupy_resnet.Prediction(
+            index=0, timings=cupy_resnet.prediction.Timings(decode=2e-3, preprocess=1e-3, inference=4e-3)
+        )
+    ]
+    assert end_to_end._stages(predictions, 1.5) == pytest.approx(
+        {"decode": 2.0, "preprocess": 1.0, "copy": 1.5, "inference": 2.5}
+    )
+    assert end_to_end._stages(predictions, 9.0)["inference"] == 0.0
+    assert end_to_end._copy_ms("numpy", 32, 4, meter) == 0.0  # nobody waits on this device
+
+
+# Pages ----------------------------------------------------------------------------------------------------------------
+
+
+def test_pages_show_fusion_and_whole_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    stages = [fused("standard", 4.0), fused("+ add-ReLU", 2.0)]
+    fusion = FusionReport(
+        machine=MACHINE, model="resnet18", N=64, size=224, engine="numpy", precision="fp32", stages=stages, torch=[]
+    )
+    write_json(tmp_path / "fusion.json", fusion.to_dict())
+    write_json(tmp_path / "files.json", by_hand().to_dict())
+    layer = Layer(
+        asdict(PROBLEM), str(PROBLEM), 1, PROBLEM.flops, {"numpy": ""}, {"numpy": [1.0], "onednn_nhwc": [2.0]}
+    )
+    ladder = MACHINE | {"format": "ladder", "model": None, "batch": None, "precision": "fp32"}
+    write_json(tmp_path / "one.json", ladder | {"layers": [asdict(replace(layer, library="onednn"))]})
+    assert "| + add-ReLU | 10 | 1.00 | 2.00 | 2.00× | – |" in tables.table("fusion")
+    assert "| decode | 8.00 | 40 % | threads |" in tables.table("files")
+    assert "| numpy | 1 | 1.00 |" in tables.table("one")
+    assert "| 200 % |" in tables.table("one")
+    for name in ("fusion", "files", "one"):
+        assert f"raw samples in `notebooks/results/{name}.json`" in tables.table(name)

@@ -1,0 +1,239 @@
+"""Which plans a model keeps, which it drops, and when it does without: the bookkeeping, with captured graphs stood in for.
+
+What a plan itself does needs a GPU: tests/gpu/test_plans_on_gpu.py.
+"""
+
+import sys
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_resnet import plan as plan_module
+from cupy_resnet.plan import Runner
+
+MIB = 1 << 20
+
+
+class Pixels:
+    """An input as far as a runner looks at it."""
+
+    device = nullcontext()
+
+    def __init__(self, N: int, size: int = 8) -> None:
+        self.shape = (N, size, size, 3)
+
+
+class FakeNetwork:
+    """Answers with what it was called with, and counts."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.failure: Exception | None = None
+
+    def __call__(self, ops: Any, x: Pixels, *, mean: Any = None, std: Any = None) -> tuple[np.ndarray, np.ndarray]:
+        self.calls += 1
+        if self.failure is not None:
+            raise self.failure
+        return np.full((x.shape[0], 2), x.shape[1]), np.full((x.shape[0], 4), x.shape[1])
+
+
+class FakePlan:
+    """In the place of a captured graph: it holds `nbytes`, and after `close` it cannot be run any more."""
+
+    made: list["FakePlan"]
+    nbytes_of_next = 10 * MIB
+    failure: Exception | None = None
+
+    def __init__(self, network: FakeNetwork, ops: Any, x: Pixels, mean: Any, std: Any) -> None:
+        if FakePlan.failure is not None:
+            raise FakePlan.failure
+        self.key, self.nbytes, self.runs, self.closed = x.shape[:3], FakePlan.nbytes_of_next, 0, 0
+        self.before_run = lambda: None
+        FakePlan.made.append(self)
+
+    def run(self, x: Pixels, mean: Any, std: Any, features: bool, out: Any) -> tuple[str, Any]:
+        self.before_run()
+        if self.closed:
+            raise MemoryError("the plan was dropped")
+        assert x.shape[:3] == self.key
+        self.runs += 1
+        return f"planned {x.shape[:3]}", out
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """CuPy's current stream, with plans stood in for. The GPU has 400 MiB, so that plans may hold 100."""
+    current = SimpleNamespace(is_capturing=lambda: False)
+    cuda = SimpleNamespace(
+        get_current_stream=lambda: current, runtime=SimpleNamespace(memGetInfo=lambda: (0, 400 * MIB))
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(plan_module, "_Plan", FakePlan)
+    monkeypatch.setattr(FakePlan, "made", [], raising=False)
+    monkeypatch.setattr(FakePlan, "nbytes_of_next", 10 * MIB)
+    monkeypatch.setattr(FakePlan, "failure", None)
+    return current
+
+
+def make_runner(**options: Any) -> Runner:
+    return Runner(FakeNetwork(), SimpleNamespace(name="cuda"), **options)  # type: ignore[arg-type]
+
+
+def alive() -> list[tuple[int, ...]]:
+    """Keys of the plans that were not closed, oldest first."""
+    assert all(plan.closed <= 1 for plan in FakePlan.made)
+    return [plan.key for plan in FakePlan.made if not plan.closed]
+
+
+def test_one_plan_a_shape(stream: Any) -> None:
+    runner = make_runner()
+    for _ in range(3):
+        assert runner(Pixels(4))[0] == "planned (4, 8, 8)"
+        assert runner(Pixels(4, 16))[0] == "planned (4, 16, 16)"
+    assert alive() == [(4, 8, 8), (4, 16, 16)]
+    assert [plan.runs for plan in FakePlan.made] == [3, 3]
+    assert runner.network.calls == 0
+
+
+def test_the_least_recently_used_goes_first(stream: Any) -> None:
+    runner = make_runner(max_plans=3)
+    for N in (1, 2, 3, 1, 4, 2):
+        runner(Pixels(N))
+    assert [key[0] for key in alive()] == [1, 4, 2]
+    assert [plan.key[0] for plan in FakePlan.made] == [1, 2, 3, 4, 2]
+
+
+def test_plans_are_bounded_by_their_bytes(stream: Any) -> None:
+    runner = make_runner(max_bytes=35 * MIB)
+    for N in range(1, 7):
+        runner(Pixels(N))
+    assert [key[0] for key in alive()] == [4, 5, 6]
+    FakePlan.nbytes_of_next = 90 * MIB
+    runner(Pixels(9))
+    assert [key[0] for key in alive()] == [9], "the newest stays whatever its size"
+
+
+def test_by_default_they_hold_a_quarter_of_the_gpus_memory(stream: Any) -> None:
+    runner = make_runner()
+    for N in range(1, 13):
+        runner(Pixels(N))
+    assert [key[0] for key in alive()] == list(range(3, 13))
+
+
+def test_by_default_there_are_sixteen(stream: Any) -> None:
+    FakePlan.nbytes_of_next = MIB
+    runner = make_runner()
+    for N in range(1, 21):
+        runner(Pixels(N))
+    assert [key[0] for key in alive()] == list(range(5, 21))
+
+
+@pytest.mark.parametrize("why", ["off", "NumPy", "empty", "capturing"])
+def test_where_there_are_none(stream: Any, why: str) -> None:
+    runner = make_runner(plans=why != "off")
+    if why == "NumPy":
+        runner = Runner(FakeNetwork(), SimpleNamespace(name="numpy"))  # type: ignore[arg-type]
+    if why == "capturing":
+        stream.is_capturing = lambda: True  # a graph of the caller's own, into which no other may be launched
+    N = 0 if why == "empty" else 3
+    logits, features = runner(Pixels(N))
+    np.testing.assert_array_equal(logits, np.full((N, 2), 8))
+    assert features is not None
+    assert features.shape == (N, 4)
+    assert FakePlan.made == []
+    out = np.zeros((N, 2))
+    assert runner(Pixels(N), features=False, out=out) == (out, None)
+    np.testing.assert_array_equal(out, logits)
+
+
+def test_drop_closes_all_of_them_and_says_whether_there_were_any(stream: Any) -> None:
+    runner = make_runner()
+    for N in (1, 2):
+        runner(Pixels(N))
+    assert runner.drop() is True
+    assert alive() == []
+    assert runner.drop() is False
+    assert runner(Pixels(1))[0] == "planned (1, 8, 8)"
+    assert len(FakePlan.made) == 3
+
+
+@pytest.mark.parametrize("when", ["captured", "run"])
+def test_out_of_memory_drops_every_plan_and_goes_on_without(stream: Any, when: str) -> None:
+    runner = make_runner()
+    for N in (1, 2):
+        runner(Pixels(N))
+    if when == "captured":
+        FakePlan.failure = MemoryError("no room for a plan")
+        logits, _ = runner(Pixels(3))
+    else:
+
+        def no_room() -> None:
+            raise MemoryError("no room for the result")
+
+        FakePlan.made[0].before_run = no_room
+        logits, _ = runner(Pixels(1))
+    np.testing.assert_array_equal(logits[0], [8, 8])
+    assert runner.network.calls == 1
+    assert alive() == []
+
+
+def test_what_does_not_fit_at_all_is_an_error_after_they_are_gone(stream: Any) -> None:
+    runner = make_runner()
+    runner(Pixels(1))
+    FakePlan.failure = runner.network.failure = MemoryError("no room")
+    with pytest.raises(MemoryError, match="no room"):
+        runner(Pixels(2))
+    assert alive() == []
+
+
+def test_other_errors_leave_them_alone(stream: Any) -> None:
+    runner = make_runner()
+    runner(Pixels(1))
+    FakePlan.failure = ValueError("not a network's input")
+    with pytest.raises(ValueError, match="not a network's input"):
+        runner(Pixels(2))
+    assert alive() == [(1, 8, 8)]
+
+
+def test_a_plan_that_another_thread_drops_meanwhile_is_no_shortage(stream: Any) -> None:
+    """Between finding a plan and running it: the call is answered, and nobody else's plans go with it."""
+    runner = make_runner(max_plans=1)
+    runner(Pixels(1))
+    first = FakePlan.made[0]
+    first.before_run = lambda: first.closed or runner(Pixels(2))  # another shape takes its place
+    runner(Pixels(1))
+    assert len(alive()) == 1
+    last = FakePlan.made[-1]
+    last.before_run = lambda: runner.drop() and None  # all are dropped, none is left
+    runner(Pixels(last.key[0]))
+
+
+def test_threads_that_meet_the_same_new_shape_share_one_plan(stream: Any) -> None:
+    runner = make_runner()
+    together = threading.Barrier(4)
+    original = FakePlan.__init__
+
+    def slow(self: FakePlan, *arguments: Any) -> None:
+        together.wait(10)  # every thread has found that there is none
+        original(self, *arguments)
+
+    results: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakePlan, "__init__", slow)
+        threads = [threading.Thread(target=lambda: results.append(runner(Pixels(5))[0])) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results == ["planned (5, 8, 8)"] * 4
+    assert alive() == [(5, 8, 8)]
+    assert sum(plan.runs for plan in FakePlan.made if not plan.closed) == 4
