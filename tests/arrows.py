@@ -108,7 +108,13 @@ LIBRARIES = {
     "cuda": {"jit.headers", "jit.launching"},
     "cupy": {
         *("arrays", "conv2d", "engines.cuda_engine", "engines.cuda.device", "engines.transfers", "doctor.cuda", "plan"),
-        *("jit.launching", "jit.toolchain", "tuning.bench", "proof.machine", *(f"proof.bench.{m}" for m in ("fusion", "ladder", "meters"))),
+        *(
+            "jit.launching",
+            "jit.toolchain",
+            "tuning.bench",
+            "proof.machine",
+            *(f"proof.bench.{m}" for m in ("fusion", "ladder", "meters")),
+        ),
         *(f"proof.{m}" for m in ("ceilings", "clock", "matrix_products", "notebook")),
     },
     "filelock": {"weights_store.pretrained"},

@@ -1,4 +1,4 @@
-"""Which plans a model keeps, which it drops, and when it does without: the bookkeeping, with captured graphs stood in for.
+"""Which plans a model keeps and drops, and when it does without: the bookkeeping, with stand-ins for captured graphs.
 
 What a plan itself does needs a GPU: tests/gpu/test_plans_on_gpu.py.
 """

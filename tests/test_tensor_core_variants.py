@@ -138,4 +138,4 @@ def test_a_patchs_next_channels_arrive_in_time(precision: str) -> None:
             if not VARIANTS["conv2d_mma_patch"].supports(problem, H100)[0]:
                 continue
             for config in VARIANTS["conv2d_mma_patch"].candidates(problem, H100):
-                assert R * S >= config.stages - 1 or C <= 2 * config.tile_k, f"{problem}: {config}"
+                assert config.stages - 1 <= R * S or 2 * config.tile_k >= C, f"{problem}: {config}"
