@@ -79,7 +79,7 @@ def _numpy_or_cupy(x: Any, ops: Ops) -> Iterator[Exchange]:
     if x.dtype not in (np.float32, np.float16) or not x.dtype.isnative:
         x = x.astype(np.float32)
     if isinstance(x, np.ndarray):
-        yield Exchange(ops.asarray(x), ops.to_numpy)
+        yield Exchange(ops.upload(x), ops.to_numpy)
     elif ops.name == "cuda":
         _check_device(x.device.id, ops)
         with x.device:
@@ -87,7 +87,7 @@ def _numpy_or_cupy(x: Any, ops: Ops) -> Iterator[Exchange]:
     else:
         cupy: Any = sys.modules["cupy"]
         with x.device:
-            yield Exchange(x.get(), cupy.asarray)
+            yield Exchange(ops.upload(x.get()), cupy.asarray)
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def _torch(x: Any, ops: Ops) -> Iterator[Exchange]:
             yield Exchange(cupy.from_dlpack(tensor), torch.from_dlpack, cupy.from_dlpack)
     else:
         array = tensor.to(torch.float32).cpu().numpy()
-        yield Exchange(ops.asarray(array), lambda y: torch.from_numpy(ops.to_numpy(y)).to(device))
+        yield Exchange(ops.upload(array), lambda y: torch.from_numpy(ops.to_numpy(y)).to(device))
 
 
 def check_out(out: Any, x: Any, shape: tuple[int, int]) -> None:
@@ -119,7 +119,7 @@ def check_out(out: Any, x: Any, shape: tuple[int, int]) -> None:
 
     Raises:
         TypeError: another kind of array than `x`, or not float32.
-        ValueError: another shape or device, or not C-contiguous.
+        ValueError: another shape or device, not C-contiguous, or read-only.
     """
     kind = kind_of(x)
     if kind_of(out) != kind:
@@ -130,6 +130,8 @@ def check_out(out: Any, x: Any, shape: tuple[int, int]) -> None:
         raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
     if not (out.is_contiguous() if kind == "torch" else out.flags.c_contiguous):
         raise ValueError("out must be C-contiguous")
+    if kind == "numpy" and not out.flags.writeable:
+        raise ValueError("out is read-only")
     if kind != "numpy" and out.device != x.device:
         raise ValueError(f"out must be on the device of x, {x.device}, got {out.device}")
 

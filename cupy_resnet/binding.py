@@ -84,8 +84,8 @@ def bind(
         bias = cast(bias)
         if not (np.abs(folded).max(initial=0) <= limit.max and np.isfinite(bias).all()):
             raise CheckpointError(
-                f"{layer.name}: folding {bn.name} into it gives values beyond {limit.dtype}; the smallest running variance "
-                f"is {vectors['running_var'].min():.3g} with eps {eps[bn.name]:.3g}"
+                f"{layer.name}: folding {bn.name} into it gives values beyond {limit.dtype}; the smallest running "
+                f"variance is {vectors['running_var'].min():.3g} with eps {eps[bn.name]:.3g}"
             )
         # From float64 to what the engine stores in one rounding.
         return replace(layer, weight=ops.filter(oihw_to_krsc(folded)), bias=ops.asarray(bias), batch_norm=None)

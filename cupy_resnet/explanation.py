@@ -119,7 +119,7 @@ def explain(
     N, C, H, W = shape
     target = device or H100
     arithmetic = PRECISIONS[precision if engine == "cuda" else "fp32"]
-    pixels = ShapeArray((N, H, W, C), channels_first=True)
+    pixels = ShapeArray((N, H, W, C), channels_first=C > 1 and H * W > 1)  # else both layouts are the same memory
     fused_stem = kernel == "auto" and supports_stem(arithmetic, pixels.shape, network.stem.krsc_shape, target)[0]
     ops = ShapeEngine(arithmetic.name, fused_stem=fused_stem)
     bind_shapes(network, fuse=fuse)(ops, pixels)

@@ -140,7 +140,13 @@ class Runner:
                     self._plans.move_to_end(key)
             if plan is None:
                 plan = self._capture(x, mean, std, key)
-            return plan.run(x, mean, std, features, out)
+            try:
+                return plan.run(x, mean, std, features, out)
+            except MemoryError:
+                with self._lock:
+                    if self._plans.get(key) is plan:
+                        raise
+            return self._once(x, mean, std, features, out)  # another thread dropped it meanwhile: that is no shortage
 
     def _capture(
         self, x: Array, mean: Sequence[float] | None, std: Sequence[float] | None, key: tuple[int, ...]

@@ -10,7 +10,7 @@ ARROWS = {
     "__main__": {"cli"},
     "cli": {
         *("", "_names", "checkpoints", "conv2d", "demo", "doctor", "environment", "errors", "explanation", "images"),
-        *("jit", "kernels", "loading", "model", "networks", "prediction", "progress", "proof", "summary", "tuning"),
+        *("jit", "kernels", "loading", "networks", "prediction", "progress", "proof", "summary", "tuning"),
         "weights_store",
     },
     "doctor": {"", "engines.cuda_engine", "environment", "errors", "jit", "weights_store"},
@@ -28,8 +28,8 @@ ARROWS = {
     },
     "plan": {"conv2d", "engines.base", "jit", "networks"},
     "pipeline": {
-        *("batching", "cuda_errors", "engines.base", "engines.transfers", "images", "networks", "plan"),
-        *("prediction", "preparation", "progress"),
+        *("batching", "cuda_errors", "engines.transfers", "images", "plan", "prediction", "preparation"),
+        "progress",
     },
     "preparation": {"images"},
     "batching": {"binding", "engines.shape_engine", "networks"},
@@ -49,8 +49,8 @@ ARROWS = {
     },
     "proof": set(),
     "proof.bench": {
-        *("_names", "binding", "conv2d", "engines", "explanation", "images", "model", "networks", "preparation"),
-        "weights_store",
+        *("_names", "binding", "conv2d", "engines", "explanation", "images", "loading", "model", "networks"),
+        *("preparation", "weights_store"),
     },
     "proof.ladder": {"binding", "conv2d", "engines.shape_engine", "networks"},
     "proof.ceilings": {"engines.cuda_engine", "environment", "weights_store.writing"},
@@ -63,8 +63,8 @@ ARROWS = {
     "proof.profiling.trace": {"weights_store.writing"},
     "proof.machine": {"engines.cuda_engine"},
     "proof.verification": {
-        *("_names", "arrays", "batching", "binding", "checkpoints", "engines.base", "engines.numpy_engine", "images"),
-        *("model", "networks", "prediction", "preparation", "weights_store"),
+        *("_names", "batching", "binding", "checkpoints", "engines.base", "engines.numpy_engine", "images", "model"),
+        *("networks", "prediction", "preparation", "weights_store"),
     },
     "proof.verification.metrics": set(),
     "engines": set(),

@@ -64,7 +64,7 @@ def test_the_depth_is_split_where_there_are_few_pixels(precision: str) -> None:
     assert one.split_k_slices >= 4
     many = tile(replace(DEEP, N=256, precision=precision))
     assert isinstance(many, MmaConfig)
-    assert many.split_k_slices == 1
+    assert many.split_k_slices <= 2  # two rounds of which the second is half empty may be worse
     first_stage = tile(replace(LARGE, precision=precision))
     assert isinstance(first_stage, MmaConfig)
     assert first_stage.split_k_slices == 1

@@ -139,7 +139,7 @@ def test_the_stages_are_the_network() -> None:
         network, ops = loaded.network, loaded.ops
         x = normal((2, 3, size, size))
         expected = loaded.checkpoints(x)
-        y = ops.nchw_to_nhwc(x)
+        y = x.transpose(0, 2, 3, 1)
         for stage, function in stages(network):
             y = function(ops, y)
             np.testing.assert_array_equal(y.transpose(0, 3, 1, 2) if y.ndim == 4 else y, expected.pop(stage))

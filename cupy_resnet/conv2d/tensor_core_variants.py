@@ -132,6 +132,9 @@ class MmaPatch(Variant):
         if not is_aligned(problem):
             per_chunk = 16 // problem.arithmetic.element_size
             return False, f"needs C a multiple of {per_chunk} and K of 8, not {problem.C} and {problem.K}"
+        tiles = [config for config in configs.MMA_PATCH if config.precision == problem.precision]
+        if not any(patch_arrives_in_time(problem, config) for config in tiles):
+            return False, f"needs more taps than {problem.R}×{problem.S} for as many channels as {problem.C}"
         if not self.candidates(problem, device):
             return False, f"needs more shared memory for rows of {problem.W} pixels than {device.name} has"
         return True, ""
@@ -144,6 +147,7 @@ class MmaPatch(Variant):
             replace(config, split_k_slices=slices)
             for config in configs.MMA_PATCH
             if config.precision == problem.precision
+            and patch_arrives_in_time(problem, config)
             and shared_memory(problem, config) <= device.shared_memory_per_block
             for slices in split_k_slices(problem, device, config)
         ]
@@ -190,6 +194,15 @@ def patch_rows(problem: Conv2dProblem, tile_m: int) -> int:
     output_rows = min((tile_m + problem.Q - 2) // problem.Q + 1, max(1, problem.N * problem.P))
     borders = min((output_rows + problem.P - 2) // problem.P, max(0, problem.N - 1))  # between images
     return output_rows + (problem.R - 1) * (1 + borders)
+
+
+def patch_arrives_in_time(problem: Conv2dProblem, config: configs.MmaPatchConfig) -> bool:
+    """Whether conv2d_mma_patch has waited for a slice of channels before it reads it.
+
+    From the third on, a slice is fetched when the one before it begins, that is R·S slices of the filter before it is
+    read, together with a slice of the filter that is waited for `stages` − 1 slices later.
+    """
+    return config.stages - 1 <= problem.R * problem.S or blocks(problem.C, config.tile_k) <= 2
 
 
 def split_k_slices(problem: Conv2dProblem, device: Device, config: configs.MmaConfig) -> Iterator[int]:

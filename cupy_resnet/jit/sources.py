@@ -47,8 +47,8 @@ class KernelSource:
 
     def min_arch_of(self, defines: Mapping[str, object]) -> str:
         """Returns the least architecture that the form with these macros runs on, as ``"sm_80"``."""
-        archs = [arch for macro, value, arch in self.conditions if str(defines.get(macro)) == value]
-        return archs[0] if archs else self.min_arch
+        met = [arch for macro, value, arch in self.conditions if str(defines.get(macro)) == value]
+        return max((self.min_arch, *met), key=lambda arch: Arch.parse(arch).number)
 
 
 @dataclass(frozen=True)

@@ -110,12 +110,16 @@ class Network:
             return ops.stem(x, self.stem.weight, self.stem.bias, mean=mean, std=std, out=out)
         return ops.pixels(x, mean=mean, std=std, out=out)
 
+    def finish_stem(self, ops: "Ops", x: "Array") -> "Array":
+        """Turns what `front` returned into what the first block gets."""
+        if self.has_fused_stem:
+            return x
+        x = conv_bn(ops, x, self.stem, relu=True)
+        return ops.max_pool2d(x, 3, stride=2, padding=1) if self.stem_max_pool else x
+
     def body(self, ops: "Ops", x: "Array", checkpoint: Checkpoint | None = None) -> tuple["Array", "Array"]:
         """Runs the rest on what `front` returned."""
-        if not self.has_fused_stem:
-            x = conv_bn(ops, x, self.stem, relu=True)
-            if self.stem_max_pool:
-                x = ops.max_pool2d(x, 3, stride=2, padding=1)
+        x = self.finish_stem(ops, x)
         if checkpoint is not None:
             checkpoint("stem", x)
         for name, block in self.blocks:

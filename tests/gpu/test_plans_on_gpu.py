@@ -1,4 +1,4 @@
-"""Plans on the GPU: a replayed graph gives what its kernels give one by one, whoever calls, and its memory comes back."""
+"""Plans on the GPU: a replayed graph gives what its kernels give one by one, to every caller; its memory comes back."""
 
 import threading
 from functools import lru_cache

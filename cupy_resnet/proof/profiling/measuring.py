@@ -103,7 +103,7 @@ def _forward(network: Network, ops: TimedOps, x: Any) -> list[str]:
         block = HEAD if name in ("gap", "logits") else name
         blocks.extend([block] * (len(ops.timings) - len(blocks)))
 
-    network(ops, ops.nchw_to_nhwc(x), close)
+    network(ops, x.transpose(0, 2, 3, 1), close)
     return blocks
 
 
