@@ -93,8 +93,10 @@ class Runner:
         try:
             return self._planned(x, mean, std, features, out)
         except MemoryError:
-            if not self.drop():
-                raise
+            self.drop()
+            release = getattr(self.ops, "close", None)
+            if release is not None:  # other pools than the plan's may hold memory that nobody uses
+                release()
         return self._once(x, mean, std, features, out)
 
     def drop(self) -> bool:
@@ -233,11 +235,11 @@ class _Plan:
         """Runs front, graph and the copy of the results on the current stream."""
         cupy = self._cupy
         stream = cupy.cuda.get_current_stream()
-        logits = cupy.empty_like(self._logits) if out is None else out
-        pooled = cupy.empty_like(self._features) if features else None
         with self._lock:
             if self._graph is None:
                 raise MemoryError("the plan was dropped")
+            logits = cupy.empty_like(self._logits) if out is None else out
+            pooled = cupy.empty_like(self._features) if features else None
             stream.wait_event(self._done)  # of the call before, which may have used another stream
             self._network.front(self._ops, x, mean=mean, std=std, out=self._input)
             self._graph.launch(stream)

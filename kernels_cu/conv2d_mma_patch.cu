@@ -63,13 +63,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     unsigned char* const filter_stages = shared + min(channel_slices, 2) * patch_pixels * ROW_BYTES;
     long long* const row_offsets = reinterpret_cast<long long*>(filter_stages + NUM_STAGES * TILE_N * ROW_BYTES);
 
-    // Where in x each row of the patch begins, or −1 for a row of padding.
+    // Where in x each row of the patch begins, or a negative multiple of 16 bytes for a row of padding.
     const int last_m = min(m0 + TILE_M, params.gemm_m) - 1;
     const int top = padded.first_row(params, m0), rows = padded.first_row(params, last_m) + params.R - top;
     for (int i = threadIdx.x; i < rows; i += THREADS) {
         const int n = (top + i) / padded.rows, h = (top + i) % padded.rows - params.pad_h;
         const bool valid = h >= 0 && h < params.H;
-        row_offsets[i] = valid ? (static_cast<long long>(n) * params.H + h) * params.W * params.C : -1;
+        row_offsets[i] = valid ? (static_cast<long long>(n) * params.H + h) * params.W * params.C : -64;
     }
     __syncthreads();
 
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int stage = 0, r = begin % taps / params.S, s = begin % params.S, channels = first_channels;
     unsigned pixel_rows[FRAGMENTS_M];
     const auto move_to_tap = [&] {
-        const int to_tap = r * padded.columns + s + channels % 2 * patch_pixels;
+        const int to_tap = r * padded.columns + s + min(channels, last_channels) % 2 * patch_pixels;
 #pragma unroll
         for (int i = 0; i < FRAGMENTS_M; ++i) {
             const int pixel = window[i] + to_tap;

@@ -85,7 +85,8 @@ def _tensor_core_microseconds(
         arithmetic += max(last * per_step, STEP_MICROSECONDS) * steps
     reduce = 0.0
     if slices > 1:
-        reduce = 1.0 + slices * config.tile_m * config.tile_n * 4 / REDUCE_BYTES_PER_MICROSECOND
+        partial = slices * config.tile_m * config.tile_n * 4  # bytes of a tile's partial sums, written and read again
+        reduce = 1.0 + partial / REDUCE_BYTES_PER_MICROSECOND + 2 * partial * (blocks // slices) / BANDWIDTH
     return max(arithmetic, problem.bytes / BANDWIDTH) + reduce + LAUNCH_MICROSECONDS
 
 
