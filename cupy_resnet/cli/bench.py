@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .benchmarks import Request, bench_end_to_end, bench_fusion, bench_ladder, bench_rows, wrong_usage
-from .options import WeightsOption, one_of
+from .options import EngineOption, WeightsOption
 
 MODES = {"rows": bench_rows, "ladder": bench_ladder, "fusion": bench_fusion, "end-to-end": bench_end_to_end}
 SAMPLES = {"rows": 1000, "ladder": 30, "fusion": 100, "end-to-end": 5}
@@ -60,14 +60,7 @@ def bench(
     size: Annotated[
         int | None, typer.Option(min=1, metavar="PIXELS", help="Height and width; by default the network's own.")
     ] = None,
-    engine: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|cuda|numpy",
-            callback=one_of("engine", ("auto", "cuda", "numpy")),
-            help="auto is cuda where a GPU can be used, else numpy.",
-        ),
-    ] = "auto",
+    engine: EngineOption = "auto",
     no_roofline: Annotated[
         bool, typer.Option("--no-roofline", help="Do not tell how near this machine's best it is, nor measure that.")
     ] = False,

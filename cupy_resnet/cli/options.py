@@ -44,6 +44,15 @@ def _check_kernel(value: str | None) -> str | None:
     return value
 
 
+def _check_precision(value: str | None) -> str | None:
+    if value is not None:
+        from ..model import PRECISIONS
+
+        if value not in PRECISIONS:
+            raise typer.BadParameter(unknown_name("precision", value, PRECISIONS))
+    return value
+
+
 def _check_preset(value: str | None) -> str | None:
     if value is not None:
         from ..images import Transforms
@@ -94,6 +103,20 @@ KernelOption = Annotated[
         callback=_check_kernel,
         help="Convolution kernel wherever it applies, as `cupy-resnet kernels` lists them.",
     ),
+]
+EngineOption = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|cuda|numpy",
+        callback=one_of("engine", ("auto", "cuda", "numpy")),
+        help="auto is cuda where a GPU can be used, else numpy.",
+    ),
+]
+PrecisionOption = Annotated[
+    str, typer.Option(metavar="NAME", callback=_check_precision, help="What is computed in, as `load` takes it.")
+]
+NoFuseOption = Annotated[
+    bool, typer.Option("--no-fuse", help="BatchNorm, residual and ReLU as operations of their own.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 

@@ -13,9 +13,11 @@ from .console import say
 from .options import (
     CategoriesOption,
     CropOption,
+    EngineOption,
     KernelOption,
     MeanOption,
     ModelOption,
+    PrecisionOption,
     PresetOption,
     ResizeOption,
     StdOption,
@@ -61,18 +63,9 @@ def predict(
             "--output", "-o", metavar="FILE", help="Write results there, as a whole or not at all; - is stdout."
         ),
     ] = None,
-    engine: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|cuda|numpy",
-            callback=one_of("engine", ("auto", "cuda", "numpy")),
-            help="auto is cuda where a GPU can be used, else numpy.",
-        ),
-    ] = "auto",
+    engine: EngineOption = "auto",
     kernel: KernelOption = "auto",
-    precision: Annotated[
-        str, typer.Option(metavar="auto|fp32", callback=one_of("precision", ("auto", "fp32")), help="auto is fp32.")
-    ] = "auto",
+    precision: PrecisionOption = "auto",
     on_error: Annotated[
         str,
         typer.Option(

@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from .console import make_table, print_fields, print_json, print_table, say, working
-from .options import KernelOption, ModelArgument, WeightsOption, one_of
+from .options import EngineOption, KernelOption, ModelArgument, NoFuseOption, PrecisionOption, WeightsOption
 
 if TYPE_CHECKING:
     from ..proof.profiling import Profile
@@ -24,19 +24,10 @@ def profile(
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Draw weights at random: the times are the same without any file.")
     ] = False,
-    precision: Annotated[str, typer.Option(metavar="NAME", help="What is computed in, as `load` takes it.")] = "auto",
+    precision: PrecisionOption = "auto",
     kernel: KernelOption = "auto",
-    no_fuse: Annotated[
-        bool, typer.Option("--no-fuse", help="BatchNorm, residual and ReLU as operations of their own.")
-    ] = False,
-    engine: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|cuda|numpy",
-            callback=one_of("engine", ("auto", "cuda", "numpy")),
-            help="auto is cuda where a GPU can be used, else numpy.",
-        ),
-    ] = "auto",
+    no_fuse: NoFuseOption = False,
+    engine: EngineOption = "auto",
     samples: Annotated[int, typer.Option(min=1, metavar="N", help="How often each operation is timed.")] = 30,
     measure_ceilings: Annotated[
         bool, typer.Option("--measure-ceilings", help="Measure again what this machine can do at best.")

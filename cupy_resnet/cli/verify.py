@@ -14,7 +14,7 @@ from rich.text import Text
 
 from .._names import unknown_name
 from .console import make_table, print_fields, print_json, print_table, printable, say, working
-from .options import KernelOption, WeightsOption, one_of
+from .options import EngineOption, KernelOption, NoFuseOption, PrecisionOption, WeightsOption
 
 if TYPE_CHECKING:
     from ..proof.verification import Outcome, PhotoReport, Report
@@ -39,14 +39,6 @@ def _check_against(value: str | None) -> str | None:
 
     if value is not None and value not in REFERENCES and not _is_folder(value):
         raise typer.BadParameter(f"{unknown_name('reference', value, REFERENCES)}, or the folder of a dump")
-    return value
-
-
-def _check_precision(value: str) -> str:
-    from ..loading import PRECISIONS
-
-    if value not in PRECISIONS:
-        raise typer.BadParameter(unknown_name("precision", value, PRECISIONS))
     return value
 
 
@@ -92,22 +84,10 @@ def verify(
     step: Annotated[
         bool, typer.Option("--step", help="Give each block the reference's own input, so that errors do not add up.")
     ] = False,
-    engine: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|cuda|numpy",
-            callback=one_of("engine", ("auto", "cuda", "numpy")),
-            help="What is verified; auto is cuda where a GPU can be used, else numpy.",
-        ),
-    ] = "auto",
+    engine: EngineOption = "auto",
     kernel: KernelOption = "auto",
-    precision: Annotated[
-        str,
-        typer.Option(metavar="NAME", callback=_check_precision, help="What is verified, and so what is tolerated."),
-    ] = "auto",
-    no_fuse: Annotated[
-        bool, typer.Option("--no-fuse", help="BatchNorm, residual and ReLU as operations of their own.")
-    ] = False,
+    precision: PrecisionOption = "auto",
+    no_fuse: NoFuseOption = False,
     batch: Annotated[
         int | None,
         typer.Option(

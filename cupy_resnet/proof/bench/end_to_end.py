@@ -8,7 +8,7 @@ copied asynchronously to a GPU), the network eager with BatchNorm folded in, res
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ from .contenders import eager_or_folded, torch_settings
 from .meters import Meter, make_meter
 from .network import import_torch, torch_network
 from .precisions import Rules, check_precision
+from .report import from_stored, to_stored
 from .statistics import FEWEST_SAMPLES, Ratio, Summary, ratio
 from .timing import Effort, turns
 
@@ -109,8 +110,7 @@ class EndToEndReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what JSON can hold."""
-        values = asdict(self)
-        return {"format": FORMAT, **values.pop("machine"), **values}
+        return to_stored(self, FORMAT)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -119,13 +119,7 @@ class EndToEndReport:
         Raises:
             ValueError: it is something else.
         """
-        if values.get("format") != FORMAT:
-            raise ValueError(f"this is no end-to-end report: its format is {values.get('format')!r}, not {FORMAT!r}")
-        own = {each.name for each in fields(cls)} - {"machine"}
-        if missing := own - values.keys():
-            raise ValueError(f"the end-to-end report lacks {', '.join(sorted(missing))}")
-        machine = {key: value for key, value in values.items() if key not in own | {"format"}}
-        return cls(machine=machine, **{key: values[key] for key in own})
+        return cls(**from_stored(cls, values, FORMAT, "end-to-end report"))
 
 
 def image_files(folder: Path) -> list[Path]:

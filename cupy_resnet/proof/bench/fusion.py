@@ -1,7 +1,7 @@
 """What fusing buys: the time of each stage of `stages`, beside torch's own modules at the same stage."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -14,6 +14,7 @@ from .contenders import Buffers, eager_or_folded, to_float64, torch_settings
 from .meters import Meter, make_meter
 from .network import make_weights, torch_network
 from .precisions import RIVAL_ERROR_FACTOR, RULES
+from .report import from_stored, to_stored
 from .stages import STAGES, Stage, bind_stage, stage_records
 from .statistics import FEWEST_SAMPLES, Ratio, Summary, ratio
 from .timing import Contender, Effort, turns, warm_up
@@ -96,8 +97,7 @@ class FusionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what JSON can hold."""
-        values = asdict(self)
-        return {"format": FORMAT, **values.pop("machine"), **values}
+        return to_stored(self, FORMAT)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -106,14 +106,9 @@ class FusionReport:
         Raises:
             ValueError: it is something else.
         """
-        if values.get("format") != FORMAT:
-            raise ValueError(f"this is no report on fusion: its format is {values.get('format')!r}, not {FORMAT!r}")
-        own = {each.name for each in fields(cls)} - {"machine"}
-        if missing := own - values.keys():
-            raise ValueError(f"the report on fusion lacks {', '.join(sorted(missing))}")
-        machine = {key: value for key, value in values.items() if key not in own | {"format"}}
-        passes = {key: [Pass(**each) for each in values[key]] for key in ("stages", "torch")}
-        return cls(machine=machine, **{key: values[key] for key in own} | passes)
+        own = from_stored(cls, values, FORMAT, "report on fusion")
+        passes = {key: [Pass(**each) for each in own[key]] for key in ("stages", "torch")}
+        return cls(**own | passes)
 
 
 @dataclass(frozen=True)

@@ -205,3 +205,24 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_rounded(part) for part in value]
     return value
+
+
+def to_stored(report: Any, stored_format: str) -> dict[str, Any]:
+    """Returns the fields of a report's dataclass as JSON holds them: those of its `machine` beside the others."""
+    values = asdict(report)
+    return {"format": stored_format, **values.pop("machine"), **values}
+
+
+def from_stored(kind: type, values: Mapping[str, Any], stored_format: str, what: str) -> dict[str, Any]:
+    """Returns the fields of the dataclass `kind` from what `to_stored` returned.
+
+    Raises:
+        ValueError: it is something else; the message calls what was expected `what`.
+    """
+    if values.get("format") != stored_format:
+        raise ValueError(f"this is no {what}: its format is {values.get('format')!r}, not {stored_format!r}")
+    own = {each.name for each in fields(kind)} - {"machine"}
+    if missing := own - values.keys():
+        raise ValueError(f"the {what} lacks {', '.join(sorted(missing))}")
+    machine = {key: value for key, value in values.items() if key not in own | {"format"}}
+    return {"machine": machine, **{key: values[key] for key in own}}
