@@ -8,7 +8,7 @@ import torch
 from cli_support import run
 
 from cupy_resnet.conv2d import VARIANTS, Conv2dProblem
-from cupy_resnet.model import PRECISIONS
+from cupy_resnet.loading import PRECISIONS
 from cupy_resnet.proof.bench.comparison import Plan, rows
 from cupy_resnet.proof.bench.contenders import Replayed
 from cupy_resnet.proof.bench.fusion import measure_fusion
