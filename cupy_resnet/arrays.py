@@ -97,7 +97,7 @@ def _torch(x: Any, ops: Ops) -> Iterator[Exchange]:
     if x.layout != torch.strided or x.device.type not in ("cpu", "cuda"):
         raise TypeError(f"x must be a dense torch tensor on the CPU or a CUDA device, got {x.layout} on {x.device}")
     device = x.device
-    tensor = x.detach()
+    tensor = x.detach().resolve_neg()  # DLPack knows nothing of a negation that torch has put off
     if device.type == "cuda" and ops.name == "cuda":
         _check_device(device.index, ops)
         import cupy

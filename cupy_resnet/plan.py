@@ -4,6 +4,8 @@ Enqueueing a ResNet kernel by kernel costs the host several microseconds each, w
 GPU computes. A plan pays that once. What reads the caller's array (`Network.front`) stays outside the graph, so that
 input of any type, layout and address needs no copy; it writes to the plan's own memory, from which the graph goes on.
 Results are copied out of the plan's memory: those of different calls never share any.
+
+Calls that resemble an earlier one go a shorter way still: `replay`.
 """
 
 import logging
@@ -12,8 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from .cuda_errors import lost_context_explained
 from .engines.base import Array, Ops
+from .gpu_arrays import GpuInput
 from .networks import Network
+from .replay import Replays
 
 if TYPE_CHECKING:
     from .engines.cuda_engine import CudaEngine
@@ -57,7 +62,9 @@ class Runner:
         self.max_bytes = max_bytes
         self._tuner = tuner
         self._plans: OrderedDict[tuple[int, ...], _Plan] = OrderedDict()
+        self._kept_for_callers_graphs: list[Any] = []
         self._lock = threading.Lock()
+        self._of_thread = threading.local()
 
     def __call__(
         self,
@@ -67,14 +74,19 @@ class Runner:
         std: Sequence[float] | None = None,
         features: bool = True,
         out: Array | None = None,
+        given: GpuInput | None = None,
     ) -> tuple[Array, Array | None]:
         """Runs one forward pass on the current stream.
+
+        While that is being captured, its kernels become part of the caller's graph, and so does memory that is kept
+        for it as long as this object lives.
 
         Args:
             x: (N, H, W, in_channels) pixels, as `Network.__call__` takes them.
             mean, std: likewise.
             features: whether the pooled features are wanted.
             out: a C-contiguous float32 array (N, num_classes) of the engine for the logits; a new one by default.
+            given: what `x` was made from, if `replay` may run others like it later; only without `mean` and `std`.
 
         Returns:
             Logits (N, num_classes) and, if wanted, features (N, num_features), which nothing else refers to.
@@ -82,22 +94,48 @@ class Runner:
         Raises:
             MemoryError: the GPU has no room, after all plans were dropped.
         """
-        if self._tuner is not None and x.shape[0]:
-            import cupy
-
-            with x.device:
-                if not cupy.cuda.get_current_stream().is_capturing():  # else it would become part of the caller's graph
-                    self._tuner(*x.shape[:3])
-        if not self.plans or x.shape[0] == 0:
+        if self.ops.name != "cuda" or x.shape[0] == 0:
             return self._once(x, mean, std, features, out)
+        import cupy
+
+        with x.device:
+            if cupy.cuda.get_current_stream().is_capturing():
+                return self._in_callers_graph(x, mean, std, features, out)
+            if self._tuner is not None:
+                self._tuner(*x.shape[:3])
+            if self.plans:
+                try:
+                    return self._planned(x, mean, std, features, out, given)
+                except MemoryError:
+                    self.drop()
+                    release = getattr(self.ops, "close", None)
+                    if release is not None:  # other pools than the plan's may hold memory that nobody uses
+                        release()
+            return self._once(x, mean, std, features, out)
+
+    def replay(self, given: GpuInput, out: Any = None) -> Any | None:
+        """Runs one forward pass as an earlier one, on the stream that is current in the caller's library.
+
+        Args:
+            given: the input.
+            out: where to put the logits, an array of the caller's kind, which is checked; a new one by default.
+
+        Returns:
+            Logits (N, num_classes) of the caller's kind. None if there was no call like this one, or it cannot be
+            repeated here and now: nothing has happened then.
+        """
+        if not getattr(self._of_thread, "has_run", False):
+            return None  # CUDA may not have been started in this thread
+        with self._lock:
+            plan = self._plans.get(given.sizes)
+            if plan is None:
+                return None
+            self._plans.move_to_end(given.sizes)
         try:
-            return self._planned(x, mean, std, features, out)
-        except MemoryError:
-            self.drop()
-            release = getattr(self.ops, "close", None)
-            if release is not None:  # other pools than the plan's may hold memory that nobody uses
-                release()
-        return self._once(x, mean, std, features, out)
+            return plan.replay(given, out)
+        except Exception:
+            with lost_context_explained():
+                raise
 
     def drop(self) -> bool:
         """Drops all plans and gives their memory back to the GPU. Returns whether there were any."""
@@ -122,7 +160,7 @@ class Runner:
             logits = out
         return logits, pooled if features else None
 
-    def _planned(
+    def _in_callers_graph(
         self,
         x: Array,
         mean: Sequence[float] | None,
@@ -130,25 +168,46 @@ class Runner:
         features: bool,
         out: Array | None,
     ) -> tuple[Array, Array | None]:
+        """As `_once`, in memory that nobody else is given: the graph will write to it whenever it is replayed."""
         import cupy
 
-        with x.device:
-            if cupy.cuda.get_current_stream().is_capturing():  # the caller's own graph: it gets the kernels themselves
-                return self._once(x, mean, std, features, out)
-            key = x.shape[:3]
+        from . import jit
+        from .conv2d.scratch import new_counters, scratch
+
+        pool = cupy.cuda.MemoryPool()
+        with cupy.cuda.using_allocator(pool.malloc), jit.allocating_during_capture():
+            counters = new_counters()  # zeroed by the graph's first node, and by each kernel that used them
+            with scratch(counters):
+                results = self._once(x, mean, std, features, out)
+        with self._lock:
+            self._kept_for_callers_graphs.append((pool, counters))
+        return results
+
+    def _planned(
+        self,
+        x: Array,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+        features: bool,
+        out: Array | None,
+        given: GpuInput | None,
+    ) -> tuple[Array, Array | None]:
+        key = x.shape[:3]
+        with self._lock:
+            plan = self._plans.get(key)
+            if plan is not None:
+                self._plans.move_to_end(key)
+        if plan is None:
+            plan = self._capture(x, mean, std, key)
+        try:
+            results = plan.run(x, mean, std, features, out, given)
+        except MemoryError:
             with self._lock:
-                plan = self._plans.get(key)
-                if plan is not None:
-                    self._plans.move_to_end(key)
-            if plan is None:
-                plan = self._capture(x, mean, std, key)
-            try:
-                return plan.run(x, mean, std, features, out)
-            except MemoryError:
-                with self._lock:
-                    if self._plans.get(key) is plan:
-                        raise
+                if self._plans.get(key) is plan:
+                    raise
             return self._once(x, mean, std, features, out)  # another thread dropped it meanwhile: that is no shortage
+        self._of_thread.has_run = True
+        return results
 
     def _capture(
         self, x: Array, mean: Sequence[float] | None, std: Sequence[float] | None, key: tuple[int, ...]
@@ -222,6 +281,7 @@ class _Plan:
                 finally:
                     graph = self._stream.end_capture()
         self._graph: Any = graph
+        self._replays: Replays | None = Replays(graph, self._logits, self._done)
         self.nbytes = int(self._pool.total_bytes())
 
     def run(
@@ -231,27 +291,38 @@ class _Plan:
         std: Sequence[float] | None,
         features: bool,
         out: Array | None,
+        given: GpuInput | None,
     ) -> tuple[Array, Array | None]:
-        """Runs front, graph and the copy of the results on the current stream."""
+        """Runs front, graph and the copy of the results on the current stream, and notes how to do that again."""
+        from . import jit
+
         cupy = self._cupy
         stream = cupy.cuda.get_current_stream()
         with self._lock:
-            if self._graph is None:
+            if self._replays is None:
                 raise MemoryError("the plan was dropped")
             logits = cupy.empty_like(self._logits) if out is None else out
             pooled = cupy.empty_like(self._features) if features else None
             stream.wait_event(self._done)  # of the call before, which may have used another stream
-            self._network.front(self._ops, x, mean=mean, std=std, out=self._input)
+            with jit.recording() as launches:
+                self._network.front(self._ops, x, mean=mean, std=std, out=self._input)
             self._graph.launch(stream)
             logits.data.copy_from_device_async(self._logits.data, self._logits.nbytes, stream)
             if pooled is not None:
                 pooled.data.copy_from_device_async(self._features.data, self._features.nbytes, stream)
             self._done.record(stream)
+            if given is not None:
+                self._replays.note(given, launches)
         return logits, pooled
+
+    def replay(self, given: GpuInput, out: Any) -> Any | None:
+        """As `Runner.replay`."""
+        with self._lock:
+            return None if self._replays is None else self._replays(given, out)
 
     def close(self) -> None:
         """Waits for the last call and gives the memory back to the GPU."""
         with self._lock:
             self._done.synchronize()
-            self._graph = self._input = self._logits = self._features = self._counters = None
+            self._replays = self._graph = self._input = self._logits = self._features = self._counters = None
             self._pool.free_all_blocks()

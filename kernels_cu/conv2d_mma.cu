@@ -17,7 +17,8 @@
 // PRODUCTS = 3 splits every fp32 operand into two TF32 parts, a = high + low, and forms low·high + high·low + high·high:
 // 21 bits of each mantissa take part. Tensor cores round their sums toward zero, which is harmless within one product
 // but adds up over a depth of thousands; so each step of 8 starts from zero and is added outside, in fp32 with rounding
-// to nearest (Ootomo and Yokota 2022, arXiv 2203.03341). An infinite operand makes its outputs NaN.
+// to nearest (Ootomo and Yokota 2022, arXiv 2203.03341), and the low part of the filter makes up for what rounding within a
+// step takes on average. An infinite operand makes its outputs NaN.
 #include "async_copy.cuh"
 #include "dependent_launch.cuh"
 
@@ -73,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     wait_for_earlier_kernels();
 #pragma unroll
     for (int slice = 0; slice < NUM_STAGES - 1; ++slice) load_pixels(slice);
+    prefetch_residual(residual, params, m0, n0, group);
 
     // Lanes 0–15 give the rows of a 16-row block of pixels to ldmatrix, lanes 16–31 the same rows 16 bytes further.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

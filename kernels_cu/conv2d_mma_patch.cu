@@ -116,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     load_patch(first_channels + 1);  // with the second slice, the first that may need it
 #pragma unroll
     for (int slice = 1; slice < NUM_STAGES - 1; ++slice) copy_async_commit();
+    prefetch_residual(residual, params, m0, n0, 0);
 
     // Lanes 0–15 give the rows of a 16-row block of pixels to ldmatrix, lanes 16–31 the same rows 16 bytes further.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

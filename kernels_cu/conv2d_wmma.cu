@@ -247,22 +247,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Epilogue8<ELEMENT> epilogue{bias, residual, params.relu};
     float bias_values[8];
     epilogue.load_bias(bias_values, k, columns);
+    constexpr bool WHOLE = VECTOR > 1;
+    constexpr int PASSES = 16 / ROWS_PER_PASS;
 #pragma unroll
     for (int i = 0; i < FRAGMENTS_M; ++i) {
+        const int first_row = m0 + warp_m + i * 16 + lane / LANES_PER_ROW;
+        Chunk residuals[PASSES][Epilogue8<ELEMENT>::CHUNKS];  // all under way before the first store
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const int m = min(first_row + pass * ROWS_PER_PASS, params.gemm_m - 1);
+            epilogue.load_residual<WHOLE>(residuals[pass], static_cast<long long>(m) * params.K + k, columns);
+        }
 #pragma unroll
         for (int j = 0; j < FRAGMENTS_N; ++j) {
             wmma::store_matrix_sync(warp_sums + j * 16, sums[i][j], SUMS_PITCH, wmma::mem_row_major);
         }
         __syncwarp();
 #pragma unroll
-        for (int pass = 0; pass < 16; pass += ROWS_PER_PASS) {
-            const int row = pass + lane / LANES_PER_ROW;
-            const int m = m0 + warp_m + i * 16 + row;
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const int row = pass * ROWS_PER_PASS + lane / LANES_PER_ROW, m = first_row + pass * ROWS_PER_PASS;
             if (m >= params.gemm_m) continue;
             float values[8];
 #pragma unroll
             for (int v = 0; v < 8; ++v) values[v] = warp_sums[row * SUMS_PITCH + column + v];
-            epilogue.store<(VECTOR > 1)>(y, static_cast<long long>(m) * params.K + k, columns, values, bias_values);
+            epilogue.store<WHOLE>(y, static_cast<long long>(m) * params.K + k, columns, values, bias_values, residuals[pass]);
         }
         __syncwarp();  // before the next 16 rows take the place
     }

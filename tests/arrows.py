@@ -23,10 +23,11 @@ ARROWS = {
         "weights_store",
     },
     "model": {
-        *("_names", "arrays", "engines", "explanation", "images", "networks", "pipeline", "plan", "prediction"),
-        "weights_store",
+        *("_names", "arrays", "engines", "explanation", "gpu_arrays", "images", "networks", "pipeline", "plan"),
+        *("prediction", "weights_store"),
     },
-    "plan": {"conv2d", "engines.base", "jit", "networks"},
+    "plan": {"conv2d", "cuda_errors", "engines.base", "gpu_arrays", "jit", "networks", "replay"},
+    "replay": {"arrays", "gpu_arrays", "jit"},
     "pipeline": {
         *("batching", "cuda_errors", "engines.transfers", "images", "plan", "prediction", "preparation"),
         "progress",
@@ -37,6 +38,7 @@ ARROWS = {
     "prediction": set(),
     "explanation": {"binding", "conv2d", "engines.shape_engine", "networks"},
     "arrays": {"cuda_errors", "engines.base"},
+    "gpu_arrays": set(),
     "binding": {"checkpoints", "engines.base", "engines.shape_engine", "errors", "networks"},
     "checkpoints": {"checkpoint_files", "errors"},
     "checkpoint_files": {"errors"},
@@ -108,6 +110,7 @@ LIBRARIES = {
     "cuda": {"jit.headers", "jit.launching"},
     "cupy": {
         *("arrays", "conv2d", "engines.cuda_engine", "engines.cuda.device", "engines.transfers", "doctor.cuda", "plan"),
+        "replay",
         *(
             "jit.launching",
             "jit.toolchain",

@@ -68,6 +68,7 @@ def test_registers_agree_with_what_the_driver_says():
     assert kernel.num_regs == compiled.resources["scale"].registers
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that is the mistake
 @pytest.mark.parametrize("through_jit", [True, False])
 def test_a_forked_child_is_told_to_spawn(through_jit):
     import cupy

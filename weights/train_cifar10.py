@@ -1,6 +1,6 @@
 """Trains the embedded CIFAR-10 network: a ResNet-20 (He et al., arXiv 1512.03385, §4.2) taught by a wider one.
 
-    python weights/train_cifar10.py --data DIR --epochs 230 --output weights/resnet20-cifar10.safetensors
+    python weights/train_cifar10.py --data DIR --epochs 60,150 --output weights/resnet20-cifar10.safetensors
 
 DIR holds CIFAR-10 as ``train_jpeg.npz`` and ``test_jpeg.npz`` (``jpeg``: all files' bytes back to back, ``offsets``:
 n + 1 int64, ``labels``) and, lossless, ``test200_lossless.npz`` (``images``: (200, 32, 32, 3) uint8, ``labels``).
@@ -9,7 +9,7 @@ What is done, in this order:
 
 1. A tenth of the training images is set aside. A teacher and one student per candidate of ``--epochs`` learn on the
    rest; the candidate that is best on the tenth is chosen. Nothing else is chosen by measurement.
-2. A student of the same teacher learns on all training images, with that number of epochs.
+2. Teacher and student learn again, on all training images, with that number of epochs.
 3. The student is stored in float16, read back from the file, and measured once on the test images.
 
 The student learns from the teacher's softened outputs (Hinton et al., "Distilling the Knowledge in a Neural Network",
@@ -40,7 +40,7 @@ from cupy_resnet.weights_store import convert
 
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-TEACHER_WIDTH, TEACHER_EPOCHS = 64, 90
+TEACHER_WIDTH, TEACHER_EPOCHS = 64, 40
 TEMPERATURE, SOFT_SHARE = 4.0, 0.9
 BATCH, PEAK_LR, WEIGHT_DECAY = 512, 0.4, 5e-4
 
@@ -150,7 +150,7 @@ class Step:
                 with torch.no_grad():
                     target = self.teacher(self.x)
         if self.teacher is None:
-            loss = F.cross_entropy(logits.float(), self.y)  # smoothed labels would make a worse teacher
+            loss = F.cross_entropy(logits.float(), self.y, label_smoothing=0.1)
         else:
             log_probabilities = F.log_softmax(logits.float() / TEMPERATURE, 1)
             soft = F.kl_div(log_probabilities, F.softmax(target.float() / TEMPERATURE, 1), reduction="batchmean")
@@ -203,6 +203,12 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
     return right / len(images)
 
 
+def teach(images: torch.Tensor, labels: torch.Tensor, epochs: list[int]) -> tuple[Network, dict[int, Network]]:
+    """A teacher, and a student for each number of epochs."""
+    teacher = train(images, labels, width=TEACHER_WIDTH, epochs=TEACHER_EPOCHS, seed=0)
+    return teacher, {n: train(images, labels, width=16, epochs=n, seed=1, teacher=teacher) for n in epochs}
+
+
 def sha256(path: Path) -> str:
     """sha256 of a file in hex."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -212,7 +218,7 @@ def main() -> None:
     """Chooses, trains, stores and measures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--epochs", default="230", help="candidates, separated by commas")
+    parser.add_argument("--epochs", default="60,150", help="candidates, separated by commas")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     candidates = [int(n) for n in options.epochs.split(",")]
@@ -223,21 +229,17 @@ def main() -> None:
     (images, labels), test, lossless = ([t.to(device) for t in read(options.data / name)] for name in names)
     split = torch.randperm(len(images), generator=torch.Generator().manual_seed(0)).to(device)
     held, rest = split[: len(images) // 10], split[len(images) // 10 :]
-    teacher = train(images[rest], labels[rest], width=TEACHER_WIDTH, epochs=TEACHER_EPOCHS, seed=0)
-
-    def taught(chosen: torch.Tensor, epochs: int) -> Network:
-        return train(images[chosen], labels[chosen], width=16, epochs=epochs, seed=1, teacher=teacher)
-
-    students = {n: taught(rest, n) for n in candidates}
+    teacher, students = teach(images[rest], labels[rest], candidates)
     validation = {n: accuracy(student, images[held], labels[held]) for n, student in students.items()}
     teacher_validation = accuracy(teacher, images[held], labels[held])
     epochs = max(validation, key=validation.__getitem__)
     print(f"validation {validation}, teacher {teacher_validation}: {epochs} epochs", file=sys.stderr, flush=True)
 
-    state = {k: v for k, v in taught(split, epochs).state_dict().items() if not k.endswith("num_batches_tracked")}
+    _, students = teach(images, labels, [epochs])
+    state = {k: v for k, v in students[epochs].state_dict().items() if not k.endswith("num_batches_tracked")}
     record = {
         "model": "resnet20",
-        "command": f"python weights/train_cifar10.py --data DIR --epochs {options.epochs} --output FILE",
+        "command": "python " + " ".join(["weights/train_cifar10.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -246,8 +246,17 @@ MMA_TILES = (
     (64, 128, 32, 64, 4, 2),
     (64, 64, 32, 32, 4, 3),
     (64, 32, 16, 32, 4, 4),
+    # where there is one block per multiprocessor at best, as at batch 1: more loads on their way hide their latency
+    (64, 64, 32, 32, 6, 2),
+    (64, 32, 16, 32, 8, 2),
+    (32, 64, 16, 32, 8, 2),
+    # where the depth is small, 1×1 above all: the more blocks there are, the better memory is kept busy
+    (64, 256, 64, 64, 2, 2),
+    (128, 64, 64, 32, 2, 3),
+    (64, 128, 32, 64, 2, 3),
+    (64, 64, 32, 32, 2, 5),
 )
-MMA_FP32_TC_TILES = ((128, 64, 32, 32, 4, 1), (64, 64, 32, 32, 3, 2), (64, 32, 16, 32, 4, 3))
+MMA_FP32_TC_TILES = ((128, 64, 32, 32, 4, 1), (64, 64, 32, 32, 3, 2), (64, 32, 16, 32, 4, 3), (64, 32, 16, 32, 8, 2))
 """With three products a warp's tile is smaller: operands are held in two parts."""
 
 MMA = tuple(
@@ -267,10 +276,12 @@ MMA_PATCH_TILES = (
     (128, 128, 64, 64, 3, 2),
     (128, 128, 64, 64, 2, 2),
     (256, 64, 64, 64, 3, 2),
-    (128, 64, 64, 32, 3, 2),
+    (128, 64, 64, 32, 3, 3),
     (64, 128, 32, 64, 4, 2),
     (64, 64, 32, 32, 4, 3),
     (64, 32, 16, 32, 4, 4),
+    (64, 64, 32, 32, 8, 2),
+    (64, 32, 16, 32, 8, 2),
 )
 
 MMA_PATCH = tuple(

@@ -78,7 +78,7 @@ def _tensor_core_microseconds(
         resident = min(resident, (device.shared_memory_per_block + 1024) // (shared_memory(merged, config) + 1024))
     steps = _ceil(_ceil(merged.gemm_k, config.tile_k), slices)
     operations = 2 * config.tile_m * config.tile_n * config.tile_k
-    per_step = operations / (PEAK_TFLOPS[problem.precision] * 1e6 / 132 * _efficiency(config))
+    per_step = operations / (PEAK_TFLOPS[problem.precision] * 1e6 / 132 * _efficiency(problem, config))
     rounds, last = divmod(_ceil(blocks, device.sm_count), resident)
     arithmetic = rounds * max(resident * per_step, STEP_MICROSECONDS) * steps
     if last:
@@ -90,9 +90,10 @@ def _tensor_core_microseconds(
     return max(arithmetic, problem.bytes / BANDWIDTH) + reduce + LAUNCH_MICROSECONDS
 
 
-def _efficiency(config: configs.MmaConfig | configs.WmmaConfig) -> float:
+def _efficiency(problem: Conv2dProblem, config: configs.MmaConfig | configs.WmmaConfig) -> float:
     """Share of the peak of a multiprocessor full of such blocks: operands are loaded less often for a larger tile."""
-    fetched = 1 / config.tile_n + (1 / 4 if isinstance(config, configs.MmaPatchConfig) else 1) / config.tile_m
+    shared_by_taps = isinstance(config, configs.MmaPatchConfig) and problem.R * problem.S > 1
+    fetched = 1 / config.tile_n + (1 / 4 if shared_by_taps else 1) / config.tile_m
     reuse = 1 / (1 + 24 * fetched)
     return reuse * (1.0 if config.aligned else 0.15) * (1.0 if isinstance(config, configs.MmaConfig) else 0.6)
 

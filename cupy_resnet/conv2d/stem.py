@@ -1,6 +1,6 @@
 """The launch of conv2d_stem: a whole ImageNet stem, from pixels to the pooled map, in one kernel."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +17,11 @@ SOURCE = "conv2d_stem"
 THREADS = 256
 TILE_FILTERS = 64
 POOLED_ROWS, POOLED_COLUMNS = 7, 8
-PIXELS = (2 * POOLED_ROWS + 1) * (2 * POOLED_COLUMNS + 1)
+OUTPUTS, OUTPUT_BYTES = 256, 144
+"""Pixels of the convolution that have room in shared memory, and how much, with padding."""
+
+BLOCKS_PER_MULTIPROCESSOR = {1: 2, 3: 1}
+"""TF32 products per product → blocks whose registers fit at once, ``MIN_BLOCKS`` in the kernel."""
 
 INPUTS = {"uint8": "unsigned char", "float32": "float", "float16": "Half", "uint16": "BFloat16", "int16": "BFloat16"}
 """dtype of the pixels → C++ type in the kernel."""
@@ -68,9 +72,8 @@ def supports_stem(
         return False, f"needs a multiple of {TILE_FILTERS} filters, not {K}"
     if _shared_memory(precision, C) > device.shared_memory_per_block:
         return False, f"needs {_shared_memory(precision, C)} bytes of shared memory per block"
-    pooled = pooled_shape(x_shape, K)
-    if blocks(pooled[1], POOLED_ROWS) * blocks(pooled[2], POOLED_COLUMNS) * pooled[0] > 2**31 - 1:
-        return False, "has too many tiles for a grid"
+    if _tiles(pooled_shape(x_shape, K)) > 2**31 - 1:
+        return False, "has more tiles than an int counts"
     return True, ""
 
 
@@ -100,13 +103,10 @@ def launch_stem(
         y: (N, PP, PQ, K) as `pooled_shape` says, C-contiguous, in the storage dtype, not empty.
         precision: the network's.
     """
-    N, H, W, C = x.shape
-    K = filter.weight.shape[0]
+    _, _, _, C = x.shape
     kernel = jit.get_function(SOURCE, defines=_cached_defines(precision.name, str(x.dtype), C))
-    params = np.zeros(1, PARAMS_DTYPE)
-    strides = (stride // x.itemsize for stride in x.strides)
-    params[0] = (N, H, W, K, (H - 1) // 2 + 1, (W - 1) // 2 + 1, y.shape[1], y.shape[2], *strides)
-    grid = (blocks(y.shape[1], POOLED_ROWS) * blocks(y.shape[2], POOLED_COLUMNS) * N, K // TILE_FILTERS)
+    params = _params(x.shape, tuple(stride // x.itemsize for stride in x.strides), y.shape[3])
+    grid = launch_grid(y.shape, precision, _multiprocessors(x.device.id))
     vectors = (NULL, NULL) if mean is None else (mean, std)
     arguments = (x, padded_filter(filter), bias, *vectors, y, params)
     jit.launch(kernel, grid, (THREADS,), arguments, shared=_shared_memory(precision, C))
@@ -115,6 +115,41 @@ def launch_stem(
 @lru_cache(maxsize=256)
 def _cached_defines(precision: str, dtype: str, channels: int) -> dict[str, int | str]:
     return _defines(PRECISIONS[precision], INPUTS[dtype], channels)
+
+
+@lru_cache(maxsize=256)
+def _params(x_shape: tuple[int, int, int, int], strides: tuple[int, ...], K: int) -> np.ndarray:
+    """The kernel's ``StemParams``; strides in elements."""
+    N, H, W, _ = x_shape
+    _, PP, PQ, _ = pooled_shape(x_shape, K)
+    params = np.zeros(1, PARAMS_DTYPE)
+    params[0] = (N, H, W, K, (H - 1) // 2 + 1, (W - 1) // 2 + 1, PP, PQ, *strides)
+    params.flags.writeable = False
+    return params
+
+
+@cache
+def _multiprocessors(device_id: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.runtime.getDeviceProperties(device_id)["multiProcessorCount"])
+
+
+def launch_grid(y_shape: tuple[int, ...], precision: Precision, sm_count: int) -> tuple[int, int]:
+    """Returns the blocks that are launched: one per tile, but no more than are resident at once, to take turns.
+
+    Args:
+        y_shape: (N, PP, PQ, K), as `pooled_shape` says.
+        precision: the network's.
+        sm_count: the GPU's multiprocessors.
+    """
+    groups = y_shape[3] // TILE_FILTERS
+    resident = sm_count * BLOCKS_PER_MULTIPROCESSOR[precision.products]
+    return min(_tiles(y_shape), blocks(resident, groups)), groups
+
+
+def _tiles(y_shape: tuple[int, ...]) -> int:
+    return y_shape[0] * blocks(y_shape[1], POOLED_ROWS) * blocks(y_shape[2], POOLED_COLUMNS)
 
 
 def padded_filter(filter: Filter) -> "cupy.ndarray":
@@ -141,7 +176,12 @@ def _shared_memory(precision: Precision, channels: int) -> int:
     size, units = precision.element_size, _units(channels)
     rows, columns = 2 * POOLED_ROWS + 1, 2 * POOLED_COLUMNS + 1
     pitch = (2 * (columns - 1) * channels + 8 * units + 1) // 2 * 2
-    patch = blocks((2 * (rows - 1) + 7) * pitch * size, 16) * 16
+    rows_at_once = THREADS // (pitch // 2)
+    patch = blocks(blocks(2 * (rows - 1) + 7, rows_at_once) * rows_at_once * pitch * size, 16) * 16
     steps = blocks(7 * units, 4 // size)
-    filter_pitch = (2 * steps | 1) * 16
-    return max(patch + TILE_FILTERS * filter_pitch, PIXELS * (TILE_FILTERS * size + 16))
+    filter = TILE_FILTERS * (2 * steps | 1) * 16
+    outputs = OUTPUTS * OUTPUT_BYTES
+    vectors = (TILE_FILTERS + 2 * channels) * 4
+    if size * channels == 16:  # the outputs take the place of the patch
+        patch = 0
+    return patch + filter + outputs + vectors

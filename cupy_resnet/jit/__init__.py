@@ -10,7 +10,7 @@ Importing this package imports no CuPy; compiling needs CuPy and NVRTC but no GP
 
 from .arch import Arch
 from .building import Compiled, CompileEvent, Defines, compile_kernel, compile_listeners, on_compile
-from .launching import launch, overlapping
+from .launching import Launch, PreparedLaunch, allocating_during_capture, launch, overlapping, recording
 from .loading import get_function
 from .ptxas import KernelResources
 from .report import Report, compile_reports
@@ -23,7 +23,10 @@ __all__ = [
     "Defines",
     "KernelResources",
     "KernelSource",
+    "Launch",
+    "PreparedLaunch",
     "Report",
+    "allocating_during_capture",
     "compile_kernel",
     "compile_listeners",
     "compile_reports",
@@ -32,5 +35,6 @@ __all__ = [
     "list_kernels",
     "on_compile",
     "overlapping",
+    "recording",
     "sources_digest",
 ]

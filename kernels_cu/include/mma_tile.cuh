@@ -48,6 +48,8 @@ struct Fragments {
 };
 
 struct Accumulator {
+    static constexpr int FRAGMENTS = FRAGMENTS_M * FRAGMENTS_N;
+
     float sums[FRAGMENTS_M][FRAGMENTS_N][4] = {};
 
     __device__ __forceinline__ void add(Fragments& step) {
@@ -66,6 +68,7 @@ struct Accumulator {
             for (int j = 0; j < FRAGMENTS_N; ++j) {
                 unsigned filters_low[2];
                 split_tf32(step.filters[j], filters_low);
+                make_up_for_truncation(step.filters[j], filters_low);
 #pragma unroll
                 for (int i = 0; i < FRAGMENTS_M; ++i) {
                     float product[4] = {};
@@ -84,11 +87,11 @@ struct Accumulator {
     __device__ __forceinline__ bool reduce(float* workspace, int* counters) {
         const int slices = gridDim.z, tile = blockIdx.y * gridDim.x + blockIdx.x;
         float4* const partial = reinterpret_cast<float4*>(workspace) +
-                                static_cast<long long>(tile) * slices * (FRAGMENTS_M * FRAGMENTS_N * THREADS) + threadIdx.x;
+                                static_cast<long long>(tile) * slices * (FRAGMENTS * THREADS) + threadIdx.x;
 #pragma unroll
-        for (int f = 0; f < FRAGMENTS_M * FRAGMENTS_N; ++f) {
+        for (int f = 0; f < FRAGMENTS; ++f) {
             const float* v = sums[f / FRAGMENTS_N][f % FRAGMENTS_N];
-            __stcg(&partial[(blockIdx.z * FRAGMENTS_M * FRAGMENTS_N + f) * THREADS], make_float4(v[0], v[1], v[2], v[3]));
+            __stcg(&partial[(blockIdx.z * FRAGMENTS + f) * THREADS], make_float4(v[0], v[1], v[2], v[3]));
         }
         __shared__ bool last;
         __threadfence();
@@ -100,15 +103,28 @@ struct Accumulator {
         __syncthreads();
         if (!last) return false;
         __threadfence();
+        // Several loads are under way at a time: their latency is what a small layer's split-K costs.
+        constexpr int TOGETHER = FRAGMENTS < 8 ? FRAGMENTS : 8;
 #pragma unroll
-        for (int f = 0; f < FRAGMENTS_M * FRAGMENTS_N; ++f) {
-            float4 total = __ldcg(&partial[f * THREADS]);
-            for (int slice = 1; slice < slices; ++slice) {
-                const float4 v = __ldcg(&partial[(slice * FRAGMENTS_M * FRAGMENTS_N + f) * THREADS]);
-                total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+        for (int first = 0; first < FRAGMENTS; first += TOGETHER) {
+            float4 totals[TOGETHER] = {};
+#pragma unroll(FRAGMENTS <= 8 ? 16 / TOGETHER : 1)
+            for (int slice = 0; slice < slices; ++slice) {
+                const float4* const source = partial + (slice * FRAGMENTS + first) * THREADS;
+                float4 values[TOGETHER];
+#pragma unroll
+                for (int f = 0; f < TOGETHER; ++f) values[f] = __ldcg(&source[f * THREADS]);
+#pragma unroll
+                for (int f = 0; f < TOGETHER; ++f) {
+                    totals[f].x += values[f].x, totals[f].y += values[f].y;
+                    totals[f].z += values[f].z, totals[f].w += values[f].w;
+                }
             }
-            float* v = sums[f / FRAGMENTS_N][f % FRAGMENTS_N];
-            v[0] = total.x, v[1] = total.y, v[2] = total.z, v[3] = total.w;
+#pragma unroll
+            for (int f = 0; f < TOGETHER; ++f) {
+                float* v = sums[(first + f) / FRAGMENTS_N][(first + f) % FRAGMENTS_N];
+                v[0] = totals[f].x, v[1] = totals[f].y, v[2] = totals[f].z, v[3] = totals[f].w;
+            }
         }
         return true;
     }
@@ -116,6 +132,8 @@ struct Accumulator {
     // Applies the epilogue to rows `m` and columns `n` (of the group, this warp's first) on, and stores.
     __device__ __forceinline__ void store(const Epilogue8<ELEMENT>& epilogue, ELEMENT* y, const Conv2dParams& params, int m,
                                           int n, int group) const {
+        constexpr bool WHOLE = VECTOR > 1;
+        constexpr int ROWS = 2 * FRAGMENTS_M;  // of 8 pixels: their 8 lanes
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int j = 0; j < FRAGMENTS_N; j += 4) {
@@ -124,8 +142,14 @@ struct Accumulator {
             const int columns = min(max(params.group_filters - column, 0), 8);
             float bias[8];
             epilogue.load_bias(bias, k, columns);
+            Chunk residuals[ROWS][Epilogue8<ELEMENT>::CHUNKS];
 #pragma unroll
-            for (int row = 0; row < 2 * FRAGMENTS_M; ++row) {
+            for (int row = 0; row < ROWS; ++row) {
+                const int pixel = min(m + row * 8 + lane / 4, params.gemm_m - 1);
+                epilogue.load_residual<WHOLE>(residuals[row], static_cast<long long>(pixel) * params.K + k, columns);
+            }
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) {
                 float values[4][2];
 #pragma unroll
                 for (int f = 0; f < 4; ++f) {
@@ -135,8 +159,8 @@ struct Accumulator {
                 transpose_quad(values, lane);
                 const int pixel = m + row * 8 + lane / 4;
                 if (pixel < params.gemm_m) {
-                    epilogue.store<(VECTOR > 1)>(y, static_cast<long long>(pixel) * params.K + k, columns,
-                                                 reinterpret_cast<const float(&)[8]>(values), bias);
+                    epilogue.store<WHOLE>(y, static_cast<long long>(pixel) * params.K + k, columns,
+                                          reinterpret_cast<const float(&)[8]>(values), bias, residuals[row]);
                 }
             }
         }
@@ -160,6 +184,20 @@ struct Accumulator {
         }
     }
 };
+
+// Brings the residual of this block's tile to L2, on its way while the sums are formed. Call once its writer has finished.
+__device__ __forceinline__ void prefetch_residual(const ELEMENT* residual, const Conv2dParams& params, int m0, int n0,
+                                                  int group) {
+    constexpr int PER_LINE = 128 / static_cast<int>(sizeof(ELEMENT)), LINES = (TILE_N + PER_LINE - 1) / PER_LINE;
+    if (!residual || blockIdx.z > 0) return;
+#pragma unroll
+    for (int i = threadIdx.x; i < TILE_M * LINES; i += THREADS) {
+        const int m = m0 + i / LINES, n = n0 + i % LINES * PER_LINE;
+        if (m >= params.gemm_m || n >= params.group_filters) continue;
+        const ELEMENT* const line = residual + static_cast<long long>(m) * params.K + group * params.group_filters + n;
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+    }
+}
 
 // Where a lane's row of filters lies in a swizzled tile of them: lanes 0–7 and 8–15 give the two halves of 8 rows to
 // ldmatrix, lanes 16–31 those of the next 8.

@@ -1,6 +1,10 @@
 """GPU tests: the engine, and memory that betrays what a kernel reads or leaves unwritten."""
 
+import contextlib
+import fcntl
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +19,23 @@ def cuda_engine() -> Any:
     return CudaEngine()
 
 
+@contextlib.contextmanager
+def gpu_lock(*, alone: bool) -> Iterator[None]:
+    """Keeps what must be alone on the GPU from whatever other processes of pytest-xdist run there."""
+    with (Path(tempfile.gettempdir()) / "cupy_resnet-gpu-tests.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
 @pytest.fixture(autouse=True)
-def free_memory() -> Iterator[None]:
+def share_of_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Lets a test marked `alone` have the GPU to itself."""
+    with gpu_lock(alone=request.node.get_closest_marker("alone") is not None):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def free_memory(share_of_gpu: None) -> Iterator[None]:
     """Returns cached blocks after each test: the big shapes would otherwise pile up."""
     yield
     import cupy

@@ -1,11 +1,12 @@
 """Launches every kernel on small shapes, for NVIDIA's compute-sanitizer to watch. A script, not a test:
 
-    compute-sanitizer --tool memcheck  --error-exitcode 1 python tests/gpu/sanitize.py
+    compute-sanitizer --tool memcheck  --error-exitcode 1 --report-api-errors no python tests/gpu/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
     compute-sanitizer --tool synccheck --error-exitcode 1 python tests/gpu/sanitize.py
     compute-sanitizer --tool initcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
-The package must be importable: installed, or with PYTHONPATH=. in front. It prints what it launched, and fails if a
+(cuda-bindings asks the driver for functions that it may not have, which memcheck would report as errors of the API.)
+The package must be importable, as are the tests' helpers: with PYTHONPATH=.:tests in front. It prints what it launched, and fails if a
 kernel file was left out. With ``--break TOOL`` it launches one kernel with a fault of the kind that the tool is for,
 and nothing else: proof that the tool would have seen one.
 """

@@ -80,6 +80,7 @@ def test_torch_tensors_on_device_1() -> None:
         stream.wait_stream(torch.cuda.current_stream(1))
         with torch.cuda.device(1), torch.cuda.stream(stream):
             y = model(x)
+        stream.synchronize()
         assert y.device == x.device
         np.testing.assert_array_equal(y.cpu().numpy(), expected)
     with torch.cuda.device(0):

@@ -45,6 +45,7 @@ def test_all_candidates_agree_and_can_be_timed(name: str, precision: str) -> Non
             assert all(0.5 < time < 1000 for time in times), times
 
 
+@pytest.mark.alone
 def test_times_are_those_of_the_kernel() -> None:
     """As measured one launch after the other on a kernel so long that launching it takes no time beside that."""
     import cupy
@@ -97,6 +98,7 @@ def test_a_wrong_output_is_found(fault: str, place: int, monkeypatch: pytest.Mon
         assert race.sample(other) > 0
 
 
+@pytest.mark.alone
 def test_what_does_not_fit_is_refused_and_memory_is_given_back() -> None:
     import cupy
 
@@ -131,6 +133,7 @@ def test_a_network_is_tuned_followed_and_still_right(precision: str) -> None:
     np.testing.assert_allclose(after, before, rtol=0, atol=scale * (1e-4 if precision == "fp32" else 2e-2))
 
 
+@pytest.mark.alone
 def test_the_slowest_is_not_chosen() -> None:
     bench = GpuBench()
     problem = replace(PROBLEMS["3×3 deep"], precision="fp16")

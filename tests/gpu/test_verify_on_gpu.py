@@ -26,6 +26,7 @@ from cupy_resnet.proof.verification import (
     verify,
     write_dump,
 )
+from gpu.half import KERNELS
 
 pytestmark = pytest.mark.gpu
 
@@ -46,19 +47,22 @@ def reference() -> Recording:
 def spoil(monkeypatch: pytest.MonkeyPatch) -> Spoil:
     """Replaces text in a kernel's source or in a header of ours, wherever that is compiled from now on."""
     read = building.load_program
+    mistakes: list[tuple[str, str, str]] = []
+
+    def spoiled(name: str, text: str) -> str:
+        for file, correct, wrong in mistakes:
+            if name.endswith(f"/{file}") or name == file:
+                assert correct in text, f"{file} does not say {correct!r} any more: spoil something else"
+                text = text.replace(correct, wrong)
+        return text
+
+    def load_program(kernel: KernelSource) -> Program:
+        program = read(kernel)
+        headers = tuple((name, spoiled(name, text)) for name, text in program.headers)
+        return replace(program, text=spoiled(program.name, program.text), headers=headers)
 
     def spoil(file: str, correct: str, wrong: str) -> None:
-        def spoiled(name: str, text: str) -> str:
-            if not name.endswith(f"/{file}") and name != file:
-                return text
-            assert correct in text, f"{file} does not say {correct!r} any more: spoil something else"
-            return text.replace(correct, wrong)
-
-        def load_program(kernel: KernelSource) -> Program:
-            program = read(kernel)
-            headers = tuple((name, spoiled(name, text)) for name, text in program.headers)
-            return replace(program, text=spoiled(program.name, program.text), headers=headers)
-
+        mistakes.append((file, correct, wrong))
         monkeypatch.setattr(building, "load_program", load_program)
         # What is loaded already is correct and must not be used; the cache on disk goes by content.
         monkeypatch.setattr(loading, "_loaded", loading._Loaded())
@@ -72,18 +76,19 @@ def model(**options: Any) -> cupy_resnet.Model:
 
 @pytest.mark.parametrize("step", [False, True])
 @pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("kernel", ["auto", *VARIANTS])
-def test_every_kernel_passes(reference: Recording, kernel: str, fuse: bool, step: bool) -> None:
-    with model(kernel=kernel, fuse=fuse) as loaded:
+@pytest.mark.parametrize(("kernel", "precision"), KERNELS)
+def test_every_kernel_passes(reference: Recording, kernel: str, precision: str, fuse: bool, step: bool) -> None:
+    with model(kernel=kernel, precision=precision, fuse=fuse) as loaded:
         report = check_steps(loaded, reference) if step else check(record(loaded, X), reference)
     assert report.passed, [(c.name, c.value_share, c.norm_share) for c in report.comparisons]
 
 
 @pytest.mark.parametrize("name", ["resnet50", "resnext50_32x4d", "resnet110"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("step", [False, True])
-def test_every_family_passes(name: str, step: bool) -> None:
+def test_every_family_passes(name: str, step: bool, precision: str) -> None:
     state = random_state_dict(describe(name), seed=3)
-    with cupy_resnet.load(name, state, engine="cuda") as loaded:
+    with cupy_resnet.load(name, state, engine="cuda", precision=precision) as loaded:
         outcome = verify(loaded, weights_store.resolve(name, state), "torch", step=step, size=64, batch=2)
     assert outcome.layers is not None
     assert outcome.passed, [(c.name, c.value_share, c.norm_share) for c in outcome.layers.comparisons]
@@ -103,11 +108,30 @@ MISTAKES = {
         *({"kernel": "conv2d_direct"}, {"layer4.0", "layer4.1"}),
     ),
     "epsilon": (
-        *("batch_norm2d.cu", "(var[c] + eps)", "(var[c] + (C == 256 ? 1e-3f : eps))"),
-        *({"fuse": False}, {"layer3.0", "layer3.1"}),
+        *("batch_norm2d.cu", "(var[c] + eps)", "(var[c] + (C == 256 ? 0.1f : eps))"),
+        *({"fuse": False, "precision": "fp32"}, {"layer3.0", "layer3.1"}),
     ),
-    "padding of the pool": ("pool2d.cuh", "- params.pad_w", "- params.pad_w + 1", {}, {"stem"}),
+    "padding of the pool": ("pool2d.cuh", "- params.pad_w", "- params.pad_w + 1", {"precision": "fp32"}, {"stem"}),
+    "one tap on tensor cores": (
+        *(
+            "implicit_gemm.cuh",
+            "const bool valid = depth < params.gemm_k && inside(row.h + dh, row.w + dw);",
+            "const bool valid = depth < params.gemm_k && inside(row.h + dh, row.w + dw) &&\n"
+            "    !(position.r == 2 && position.s == 2 && params.C == 64 && params.K == 128);",
+        ),
+        *({"kernel": "conv2d_mma"}, {"layer2.0"}),
+    ),
+    "padding on tensor cores": (
+        *("implicit_gemm.cuh", "params.stride_w - params.pad_w", "params.stride_w - params.pad_w - (params.C == 512)"),
+        *({"kernel": "conv2d_mma"}, {"layer4.0", "layer4.1"}),
+    ),
+    "padding of the stem": ("conv2d_stem.cu", "w0 = 2 * q0 - 3", "w0 = 2 * q0 - 2", {"precision": "fp16"}, {"stem"}),
+    "padding of the stem's pool": (
+        *("conv2d_stem.cu", "&& q >= 0 &&", "&&"),
+        *({"precision": "fp16"}, {"stem"}),
+    ),
 }
+"""What is wrong → file, correct text, wrong text, how the model is loaded, and the blocks that compute with it."""
 
 
 @pytest.mark.parametrize(("file", "correct", "wrong", "options", "guilty"), MISTAKES.values(), ids=list(MISTAKES))
@@ -124,26 +148,32 @@ def test_a_broken_kernel_is_located(
 
 @pytest.mark.parametrize("kernel", VARIANTS)
 def test_a_mistake_in_any_kernels_epilogue_is_found(reference: Recording, spoil: Spoil, kernel: str) -> None:
-    """The shortcut is forgotten for the last four of 512 filters."""
+    """The shortcut is forgotten for the last few of 512 filters."""
     spoil("epilogue.cuh", "if (residual) accumulator", "if (residual && k < 508) accumulator")
+    for file in ("mma_tile.cuh", "conv2d_wmma.cu"):
+        forgetful = "(k < 504 ? epilogue : Epilogue8<ELEMENT>{epilogue.bias, nullptr, epilogue.with_relu})"
+        spoil(file, "epilogue.load_residual<", f"{forgetful}.load_residual<")
     with model(kernel=kernel) as loaded:
+        assert {step.kernel for step in loaded.explain(X.shape) if step.layer == "layer4.0.conv2"} == {kernel}
         assert over(check(record(loaded, X), reference))[0] == "layer4.0"
         assert set(over(check_steps(loaded, reference))) == {"layer4.0", "layer4.1"}
 
 
 def test_the_spoiled_kernels_are_gone(reference: Recording) -> None:
-    for kernel in ("conv2d_direct", "auto"):
-        with model(kernel=kernel, fuse=False) as loaded:
-            assert check(record(loaded, X), reference).passed
+    for kernel, precision in (("conv2d_direct", "fp32"), ("conv2d_mma", "fp16"), ("auto", "fp32"), ("auto", "fp16")):
+        for fuse in (False, True):
+            with model(kernel=kernel, precision=precision, fuse=fuse) as loaded:
+                assert check(record(loaded, X), reference).passed
 
 
-def test_a_dump_of_the_gpu_is_compared_on_the_cpu(tmp_path: Any) -> None:
-    with model() as loaded:
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_dump_of_the_gpu_is_compared_on_the_cpu(precision: str, tmp_path: Any) -> None:
+    with model(precision=precision) as loaded:
         write_dump(tmp_path / "gpu", record(loaded, X))
     on_cpu = cupy_resnet.load("resnet18", STATE, engine="numpy")
     outcome = verify(on_cpu, WEIGHTS, tmp_path / "gpu")
     assert outcome.passed
-    assert read_dump(tmp_path / "gpu").computed_by.startswith("cuda engine, kernel auto, fp32, fused")
+    assert read_dump(tmp_path / "gpu").computed_by.startswith(f"cuda engine, kernel auto, {precision}, fused")
 
 
 def test_torch_on_the_gpu_computes_without_tf32() -> None:

@@ -102,4 +102,4 @@ class CudaArrays:
     def _elementwise(op: str, form: Form, threads: int, *arguments: Any) -> None:
         """Launches a grid-stride kernel for which so many threads would be one round."""
         blocks = max(1, min(-(-threads // THREADS), MAX_BLOCKS))
-        jit.get_function(op, defines=form)((blocks,), (THREADS,), arguments)
+        jit.launch(jit.get_function(op, defines=form), (blocks,), (THREADS,), arguments)

@@ -122,7 +122,7 @@ class Layouts(CudaArrays):
         """Launches a layout kernel, which turns N matrices of rows × columns in tiles of 32 × 32."""
         grid = (min(N * -(-columns // 32), MAX_BLOCKS), min(-(-rows // 32), 65535))
         sizes = (np.int32(N), np.int32(rows), np.int32(columns))
-        jit.get_function(op, defines=form)(grid, (32, 8), (*arrays, *sizes))
+        jit.launch(jit.get_function(op, defines=form), grid, (32, 8), (*arrays, *sizes))
 
 
 def _pointer(array: Any) -> Any:
