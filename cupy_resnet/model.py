@@ -10,7 +10,6 @@ from ._names import unknown_name
 from .arrays import check_out, exchanged, kind_of
 from .engines.base import Ops, Pair, pair
 from .explanation import Explanation, explain
-from .gpu_arrays import look_at
 from .images import Transforms
 from .networks import Network
 from .pipeline import Arguments, Classifier, Options, predictions
@@ -166,19 +165,17 @@ class Model:
             ValueError: a shape that the network cannot run; a GPU array on another device than the model; `out` of
                 another shape.
         """
-        given = look_at(x)
-        if given is not None:
-            repeated = self._alive().replay(given, out)
-            if repeated is not None:
-                return repeated
+        repeated = self._alive().replay(x, out)
+        if repeated is not None:
+            return repeated
         runner = self._checked(x)
         if out is None:
             with exchanged(x, runner.ops) as exchange:
-                return exchange.back(runner(_nhwc(exchange.array), features=False, given=given)[0])
+                return exchange.back(runner(_nhwc(exchange.array), features=False, given=x)[0])
         check_out(out, x, (x.shape[0], self.num_classes))
         with exchanged(x, runner.ops) as exchange:
             target = None if exchange.view is None else exchange.view(out)
-            exchange.deliver(runner(_nhwc(exchange.array), features=False, out=target, given=given)[0], out)
+            exchange.deliver(runner(_nhwc(exchange.array), features=False, out=target, given=x)[0], out)
             return out
 
     def features(self, x: Any) -> Any:

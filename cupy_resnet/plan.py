@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from .cuda_errors import lost_context_explained
 from .engines.base import Array, Ops
-from .gpu_arrays import GpuInput
+from .gpu_arrays import library_of
 from .networks import Network
 from .replay import Replays
 
@@ -74,7 +74,7 @@ class Runner:
         std: Sequence[float] | None = None,
         features: bool = True,
         out: Array | None = None,
-        given: GpuInput | None = None,
+        given: Any = None,
     ) -> tuple[Array, Array | None]:
         """Runs one forward pass on the current stream.
 
@@ -86,7 +86,8 @@ class Runner:
             mean, std: likewise.
             features: whether the pooled features are wanted.
             out: a C-contiguous float32 array (N, num_classes) of the engine for the logits; a new one by default.
-            given: what `x` was made from, if `replay` may run others like it later; only without `mean` and `std`.
+            given: the caller's array (N, in_channels, H, W) that `x` was made from, if `replay` may run others like it
+                later; only without `mean` and `std`.
 
         Returns:
             Logits (N, num_classes) and, if wanted, features (N, num_features), which nothing else refers to.
@@ -113,26 +114,31 @@ class Runner:
                         release()
             return self._once(x, mean, std, features, out)
 
-    def replay(self, given: GpuInput, out: Any = None) -> Any | None:
+    def replay(self, given: Any, out: Any = None) -> Any | None:
         """Runs one forward pass as an earlier one, on the stream that is current in the caller's library.
 
         Args:
-            given: the input.
-            out: where to put the logits, an array of the caller's kind, which is checked; a new one by default.
+            given: the caller's array (N, in_channels, H, W), or anything else.
+            out: where to put the logits, an array of the caller's; a new one by default.
 
         Returns:
-            Logits (N, num_classes) of the caller's kind. None if there was no call like this one, or it cannot be
-            repeated here and now: nothing has happened then.
+            Logits (N, num_classes), of the caller's kind. None if there was no such call, or it cannot be repeated
+            here and now: nothing has happened then.
         """
-        if not getattr(self._of_thread, "has_run", False):
-            return None  # CUDA may not have been started in this thread
+        library = library_of(given)
+        if library is None or not getattr(self._of_thread, "has_run", False):  # CUDA may not be started in this thread
+            return None
+        seen = library.look_at(given)
+        if seen is None:
+            return None
+        signature, key, address = seen
         with self._lock:
-            plan = self._plans.get(given.sizes)
+            plan = self._plans.get(key)
             if plan is None:
                 return None
-            self._plans.move_to_end(given.sizes)
+            self._plans.move_to_end(key)
         try:
-            return plan.replay(given, out)
+            return plan.replays(library, signature, address, given, out)
         except Exception:
             with lost_context_explained():
                 raise
@@ -190,7 +196,7 @@ class Runner:
         std: Sequence[float] | None,
         features: bool,
         out: Array | None,
-        given: GpuInput | None,
+        given: Any,
     ) -> tuple[Array, Array | None]:
         key = x.shape[:3]
         with self._lock:
@@ -281,7 +287,7 @@ class _Plan:
                 finally:
                     graph = self._stream.end_capture()
         self._graph: Any = graph
-        self._replays: Replays | None = Replays(graph, self._logits, self._done)
+        self.replays = Replays(self._lock, graph, self._logits, self._done)
         self.nbytes = int(self._pool.total_bytes())
 
     def run(
@@ -291,7 +297,7 @@ class _Plan:
         std: Sequence[float] | None,
         features: bool,
         out: Array | None,
-        given: GpuInput | None,
+        given: Any,
     ) -> tuple[Array, Array | None]:
         """Runs front, graph and the copy of the results on the current stream, and notes how to do that again."""
         from . import jit
@@ -299,7 +305,7 @@ class _Plan:
         cupy = self._cupy
         stream = cupy.cuda.get_current_stream()
         with self._lock:
-            if self._replays is None:
+            if self._graph is None:
                 raise MemoryError("the plan was dropped")
             logits = cupy.empty_like(self._logits) if out is None else out
             pooled = cupy.empty_like(self._features) if features else None
@@ -312,17 +318,13 @@ class _Plan:
                 pooled.data.copy_from_device_async(self._features.data, self._features.nbytes, stream)
             self._done.record(stream)
             if given is not None:
-                self._replays.note(given, launches)
+                self.replays.note(given, launches)
         return logits, pooled
-
-    def replay(self, given: GpuInput, out: Any) -> Any | None:
-        """As `Runner.replay`."""
-        with self._lock:
-            return None if self._replays is None else self._replays(given, out)
 
     def close(self) -> None:
         """Waits for the last call and gives the memory back to the GPU."""
         with self._lock:
             self._done.synchronize()
-            self._replays = self._graph = self._input = self._logits = self._features = self._counters = None
+            self.replays.clear()
+            self._graph = self._input = self._logits = self._features = self._counters = None
             self._pool.free_all_blocks()

@@ -9,12 +9,12 @@ A front that does anything else than one such launch, as copying the input first
 can a call during the capture of a graph. Such calls go the long way each time.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import jit
-from .arrays import check_out
-from .gpu_arrays import GpuInput
+from .gpu_arrays import Library, Signature, library_of
 
 if TYPE_CHECKING:
     import cupy
@@ -24,73 +24,78 @@ MAX_REPLAYS = 64
 
 
 class Replays:
-    """How one plan is run for inputs of the signatures that it has met, by one thread at a time.
+    """How one plan is run for inputs of the signatures that it has met.
 
     Args:
-        graph: everything between the front and the results, captured.
-        logits: (N, num_classes) float32, where the graph leaves them.
+        lock: the plan's: held while work is enqueued that uses its memory.
+        graph: everything between the front and the results, captured; the plan keeps it until `clear`.
+        logits: (N, num_classes) float32, where the graph leaves them; likewise.
         done: recorded at the end of each call.
     """
 
-    def __init__(self, graph: Any, logits: "cupy.ndarray", done: "cupy.cuda.Event") -> None:
+    def __init__(
+        self, lock: threading.Lock, graph: "cupy.cuda.Graph", logits: "cupy.ndarray", done: "cupy.cuda.Event"
+    ) -> None:
         import cupy
 
         self._runtime: Any = cupy.cuda.runtime
-        self._device = logits.data.device_id
-        self._shape = logits.shape
-        self._kept = graph, logits, done  # what the following handles belong to
+        self._lock = lock
+        self._device, self._shape = logits.data.device_id, logits.shape
         self._graph, self._done = graph.graphExec, done.ptr
         self._logits = logits.data.ptr, logits.nbytes, self._runtime.memcpyDeviceToDevice
-        self._fronts: dict[tuple[Any, ...], jit.PreparedLaunch] = {}
+        self._fronts: dict[Signature, jit.PreparedLaunch] = {}
 
-    def note(self, given: GpuInput, launches: Sequence[jit.Launch]) -> None:
-        """Remembers how an input was read, if that can be repeated.
+    def note(self, given: Any, launches: Sequence[jit.Launch]) -> None:
+        """Remembers how an input was read, if that can be repeated. The caller holds the lock.
 
         Args:
-            given: the caller's array.
+            given: the array of the caller's, of whatever kind.
             launches: all that the front launched.
         """
-        if len(launches) != 1 or not launches[0].reads(given.address):
+        library = library_of(given)
+        seen = None if library is None else library.look_at(given)
+        if seen is None or len(launches) != 1 or not launches[0].reads(seen[2]):
             return
         while len(self._fronts) >= MAX_REPLAYS:
             del self._fronts[next(iter(self._fronts))]
-        self._fronts[given.signature] = jit.PreparedLaunch(launches[0])
+        self._fronts[seen[0]] = jit.PreparedLaunch(launches[0])
 
-    def __call__(self, given: GpuInput, out: Any) -> Any | None:
+    def clear(self) -> None:
+        """Forgets everything, so that nothing is replayed any more. The caller holds the lock."""
+        self._fronts.clear()
+
+    def __call__(self, library: Library, signature: Signature, address: int, given: Any, out: Any) -> Any | None:
         """Enqueues a pass on the stream that is current in the caller's library.
 
         Args:
+            library, signature, address: of the input.
             given: the input.
             out: where to put the logits, an array of the caller's; None for a new one.
 
         Returns:
             The logits, of the caller's kind; None, and nothing is enqueued, where the call must go the long way.
-
-        Raises:
-            TypeError, ValueError: an unsuitable `out`, as `check_out` says.
         """
-        front = self._fronts.get(given.signature)
-        if front is None:
-            return None
-        runtime, library = self._runtime, given.library
-        if runtime.getDevice() != self._device:
-            return None
-        stream = library.stream(self._device)
-        if runtime.streamIsCapturing(stream):
-            return None
-        if out is None:
-            try:
-                out, address = library.empty(self._shape, given.array)
-            except MemoryError:
-                return None  # there, plans are dropped to make room
-        else:
-            check_out(out, given.array, self._shape)
-            address = library.address_to_write(out)
-            if address is None:
+        with self._lock:
+            front = self._fronts.get(signature)
+            runtime, device, done = self._runtime, self._device, self._done
+            if front is None or runtime.getDevice() != device:
                 return None
-        runtime.streamWaitEvent(stream, self._done)  # of the call before, which may have used another stream
-        front(stream, given.address)
-        runtime.graphLaunch(self._graph, stream)
-        runtime.memcpyAsync(address, *self._logits, stream)
-        runtime.eventRecord(self._done, stream)
-        return out
+            stream = library.stream(device)
+            if runtime.streamIsCapturing(stream):
+                return None
+            target: int | None
+            if out is None:
+                try:
+                    out, target = library.empty(self._shape, given)
+                except MemoryError:
+                    return None  # there, plans are dropped to make room
+            else:
+                target = library.address_of_out(out, self._shape, given)
+                if target is None:
+                    return None
+            runtime.streamWaitEvent(stream, done)  # of the call before, which may have used another stream
+            front(stream, address)
+            runtime.graphLaunch(self._graph, stream)
+            runtime.memcpyAsync(target, *self._logits, stream)
+            runtime.eventRecord(done, stream)
+            return out

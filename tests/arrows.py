@@ -23,11 +23,11 @@ ARROWS = {
         "weights_store",
     },
     "model": {
-        *("_names", "arrays", "engines", "explanation", "gpu_arrays", "images", "networks", "pipeline", "plan"),
-        *("prediction", "weights_store"),
+        *("_names", "arrays", "engines", "explanation", "images", "networks", "pipeline", "plan", "prediction"),
+        "weights_store",
     },
     "plan": {"conv2d", "cuda_errors", "engines.base", "gpu_arrays", "jit", "networks", "replay"},
-    "replay": {"arrays", "gpu_arrays", "jit"},
+    "replay": {"gpu_arrays", "jit"},
     "pipeline": {
         *("batching", "cuda_errors", "engines.transfers", "images", "plan", "prediction", "preparation"),
         "progress",

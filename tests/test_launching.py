@@ -1,8 +1,11 @@
-"""jit.launching: how arguments become bytes, and when a launch may overlap; with stand-ins for CuPy and the driver."""
+"""jit.launching: how arguments become bytes, when a launch may overlap, how one is repeated; with stand-ins for CuPy
+and the driver."""
 
 import ctypes
+import gc
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 
 from cupy_resnet.jit import launching
-from cupy_resnet.jit.launching import STATIC_LIMIT, launch, overlapping
+from cupy_resnet.jit.launching import STATIC_LIMIT, Launch, PreparedLaunch, launch, overlapping, recording
 
 
 class Kernel:
@@ -54,8 +57,12 @@ class Driver:
         return (self.status,)
 
 
+class GpuArray(SimpleNamespace):
+    """A CuPy array, as far as a launch looks at it; unlike its base it can be referred to weakly."""
+
+
 def gpu_array(address: int) -> Any:
-    return SimpleNamespace(data=SimpleNamespace(ptr=address))
+    return GpuArray(data=SimpleNamespace(ptr=address))
 
 
 @pytest.fixture
@@ -200,3 +207,88 @@ def test_more_shared_memory_than_usual_is_asked_for_first(driver: Driver, early:
             launch(kernel, (1,), (32,), (), shared=shared, waits=True)
     assert modest.max_dynamic_shared_size_bytes == 0
     assert greedy.max_dynamic_shared_size_bytes == STATIC_LIMIT + 1
+
+
+def test_recording_sees_what_this_thread_launches_and_it_is_launched_all_the_same(driver: Driver) -> None:
+    kernel = Kernel()
+    launch(kernel, (9,), (32,), ())
+    with recording() as launches:
+        launch(kernel, (5, 3), (256,), [gpu_array(0xABC0), np.int32(1)], shared=16)
+        with recording() as inner, overlapping():
+            launch(kernel, (2,), (64,), (gpu_array(0xDEF0),), waits=True)
+        other = threading.Thread(target=launch, args=(kernel, (8,), (32,), ()))
+        other.start()
+        other.join()
+        launch(kernel, (6,), (32,), ())
+    launch(kernel, (7,), (32,), ())
+    assert [(one.grid, one.block, one.shared) for one in launches] == [((5, 3), (256,), 16), ((6,), (32,), 0)]
+    assert [one.grid for one in inner] == [(2,)]
+    assert len(kernel.calls) == 5
+    assert len(driver.launched) == 1
+
+
+def test_a_launch_that_failed_is_not_recorded_and_an_error_ends_the_recording(driver: Driver) -> None:
+    driver.status = 701
+    with overlapping(), pytest.raises(DriverError), recording() as launches:
+        launch(Kernel(), (1,), (32,), (), waits=True)
+    launch(Kernel(), (1,), (32,), ())
+    assert launches == []
+
+
+def test_whether_a_launch_reads_an_array() -> None:
+    def reads(*arguments: Any) -> bool:
+        return Launch(Kernel(), (1,), (32,), arguments, 0).reads(0xABC0)
+
+    assert reads(gpu_array(0xABC0), gpu_array(0xDEF0))
+    assert not reads(gpu_array(0xDEF0), gpu_array(0xABC0)), "not what comes first"
+    assert not reads(np.uintp(0xABC0))
+    assert not reads()
+
+
+class CupyDriver:
+    """cupy.cuda.driver.launchKernel, whose parameters have these sizes in bytes."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+        self.launched: list[tuple[tuple[int, ...], list[bytes]]] = []
+
+    def __call__(self, *arguments: int) -> None:
+        *what, params, extra = arguments
+        assert extra == 0
+        pointers = (ctypes.c_void_p * len(self.sizes)).from_address(params)
+        values = [ctypes.string_at(pointer, size) for pointer, size in zip(pointers, self.sizes, strict=True)]
+        self.launched.append((tuple(what), values))
+
+
+def test_a_prepared_launch_differs_in_its_first_argument_and_its_stream(cupy: SimpleNamespace) -> None:
+    cupy.cuda.driver.launchKernel = driver = CupyDriver(8, 8, 8, 4, PARAMS.nbytes)
+    arguments = (gpu_array(0x1000), np.uintp(0), gpu_array(0x7F0012345678), np.int32(-2), PARAMS)
+    with recording() as launches:
+        launch(Kernel(), (5, 3), (256,), arguments, shared=1024)
+    prepared = PreparedLaunch(launches[0])
+    del arguments, launches
+    gc.collect()
+    for stream, address in ((0, 0x1000), (0x57, 0x7FFF87654320), (2, 0x2000)):
+        prepared(stream, address)
+        what, values = driver.launched.pop()
+        assert what == (0xF00D, 5, 3, 1, 256, 1, 1, 1024, stream)
+        assert values == [
+            address.to_bytes(8, "little"),
+            bytes(8),
+            (0x7F0012345678).to_bytes(8, "little"),
+            (-2).to_bytes(4, "little", signed=True),
+            PARAMS.tobytes(),
+        ]
+
+
+def test_a_prepared_launch_keeps_alive_what_it_reads_but_not_the_first_input(cupy: SimpleNamespace) -> None:
+    cupy.cuda.driver.launchKernel = CupyDriver()
+    first, second = gpu_array(0x1000), gpu_array(0x2000)
+    alive = weakref.ref(first), weakref.ref(second)
+    prepared = PreparedLaunch(Launch(Kernel(), (1,), (32,), (first, second), 0))
+    del first, second
+    gc.collect()
+    assert [one() is not None for one in alive] == [False, True]
+    del prepared
+    gc.collect()
+    assert alive[1]() is None

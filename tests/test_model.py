@@ -99,6 +99,27 @@ def test_torch_tensors_come_back_as_torch_tensors(model, expected, variant) -> N
     np.testing.assert_array_equal(logits.numpy(), expected)
 
 
+def test_a_negation_that_torch_has_put_off_is_seen(model, expected) -> None:
+    x = torch.imag(torch.complex(torch.zeros(X.shape), torch.from_numpy(-X)).conj())
+    assert x.is_neg()
+    np.testing.assert_array_equal(model(x).numpy(), expected)
+
+
+def test_a_call_that_can_be_repeated_is_not_looked_at_again(model, expected, monkeypatch) -> None:
+    calls = []
+
+    def replay(x, out):
+        calls.append((x, out))
+        return "repeated" if out != "odd" else None
+
+    monkeypatch.setattr(model._runner, "replay", replay)
+    assert model("x") == "repeated"
+    assert model("x", out="out") == "repeated"
+    with pytest.raises(TypeError, match="x must be a NumPy array"):
+        model("x", out="odd")
+    assert calls == [("x", None), ("x", "out"), ("x", "odd")]
+
+
 def test_torch_bfloat16_is_cast(model) -> None:
     x = torch.from_numpy(X).bfloat16()
     np.testing.assert_array_equal(model(x).numpy(), model(x.float().numpy()))

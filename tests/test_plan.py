@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from cupy_resnet import plan as plan_module
+from cupy_resnet.jit import launching
 from cupy_resnet.plan import Runner
 
 MIB = 1 << 20
@@ -55,18 +56,41 @@ class FakePlan:
             raise FakePlan.failure
         self.key, self.nbytes, self.runs, self.closed = x.shape[:3], FakePlan.nbytes_of_next, 0, 0
         self.before_run = lambda: None
+        self.noted: set[Any] = set()
         FakePlan.made.append(self)
 
-    def run(self, x: Pixels, mean: Any, std: Any, features: bool, out: Any) -> tuple[str, Any]:
+    def run(self, x: Pixels, mean: Any, std: Any, features: bool, out: Any, given: Any) -> tuple[str, Any]:
         self.before_run()
         if self.closed:
             raise MemoryError("the plan was dropped")
         assert x.shape[:3] == self.key
         self.runs += 1
+        self.noted |= {given} - {None}
         return f"planned {x.shape[:3]}", out
+
+    def replays(self, library: "FakeLibrary", signature: str, address: int, given: "Given", out: Any) -> Any:
+        if given.failure is not None:
+            raise given.failure
+        assert (signature, address, given.shape) == ("signature", 0xABC0, self.key)
+        return ("replayed", given, out) if given in self.noted and not self.closed else None
 
     def close(self) -> None:
         self.closed += 1
+
+
+class Given(Pixels):
+    """The caller's array that `Pixels` were made from."""
+
+    def __init__(self, N: int, size: int = 8) -> None:
+        self.shape = (N, size, size)
+        self.failure: Exception | None = None
+
+
+class FakeLibrary:
+    """The library of `Given`, None for what is odd."""
+
+    def look_at(self, x: Given) -> tuple[str, tuple[int, ...], int] | None:
+        return None if x.shape[1] == 13 else ("signature", x.shape, 0xABC0)
 
 
 @pytest.fixture
@@ -74,10 +98,15 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """CuPy's current stream, with plans stood in for. The GPU has 400 MiB, so that plans may hold 100."""
     current = SimpleNamespace(is_capturing=lambda: False)
     cuda = SimpleNamespace(
-        get_current_stream=lambda: current, runtime=SimpleNamespace(memGetInfo=lambda: (0, 400 * MIB))
+        get_current_stream=lambda: current,
+        runtime=SimpleNamespace(memGetInfo=lambda: (0, 400 * MIB)),
+        MemoryPool=lambda: SimpleNamespace(malloc=None),
+        using_allocator=nullcontext,
     )
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, zeros=np.zeros, int32=np.int32))
+    monkeypatch.setattr(launching, "_driver", lambda: None)
     monkeypatch.setattr(plan_module, "_Plan", FakePlan)
+    monkeypatch.setattr(plan_module, "library_of", lambda x: FakeLibrary() if type(x) is Given else None)
     monkeypatch.setattr(FakePlan, "made", [], raising=False)
     monkeypatch.setattr(FakePlan, "nbytes_of_next", 10 * MIB)
     monkeypatch.setattr(FakePlan, "failure", None)
@@ -237,3 +266,76 @@ def test_threads_that_meet_the_same_new_shape_share_one_plan(stream: Any) -> Non
     assert results == ["planned (5, 8, 8)"] * 4
     assert alive() == [(5, 8, 8)]
     assert sum(plan.runs for plan in FakePlan.made if not plan.closed) == 4
+
+
+def test_a_call_is_replayed_once_there_was_one_like_it(stream: Any) -> None:
+    runner, given = make_runner(), Given(4)
+    assert runner.replay(given) is None
+    assert runner(Pixels(4), given=given)[0] == "planned (4, 8, 8)"
+    assert runner.replay(given) == ("replayed", given, None)
+    assert runner.replay(given, "out") == ("replayed", given, "out")
+    assert runner.replay(Given(4)) is None, "the plan does not know its like"
+    assert runner.replay(Given(3)) is None, "there is no plan"
+    assert FakePlan.made[0].runs == 1
+
+
+def test_what_is_no_gpu_array_or_odd_is_not_replayed(stream: Any) -> None:
+    runner, odd = make_runner(), Given(4, size=13)
+    runner(Pixels(4, size=13), given=odd)
+    assert runner.replay(odd) is None
+    assert runner.replay(np.zeros((4, 3, 8, 8), np.float32)) is None
+    assert runner.replay(None) is None
+
+
+def test_dropped_plans_are_not_replayed(stream: Any) -> None:
+    runner, first, second = make_runner(max_plans=1), Given(1), Given(2)
+    runner(Pixels(1), given=first)
+    runner(Pixels(2), given=second)
+    assert runner.replay(first) is None
+    assert runner.replay(second) is not None
+    runner.drop()
+    assert runner.replay(second) is None
+
+
+def test_replaying_counts_as_use(stream: Any) -> None:
+    runner, given = make_runner(max_plans=2), [Given(N) for N in range(4)]
+    for N in (1, 2):
+        runner(Pixels(N), given=given[N])
+    assert runner.replay(given[1]) is not None
+    runner(Pixels(3), given=given[3])
+    assert [key[0] for key in alive()] == [1, 3]
+
+
+def test_a_threads_first_call_goes_the_long_way(stream: Any) -> None:
+    """CUDA may not have been started there."""
+    runner, given = make_runner(), Given(1)
+    runner(Pixels(1), given=given)
+    results: list[Any] = []
+
+    def work() -> None:
+        results.append(runner.replay(given))
+        results.append(runner(Pixels(1), given=given)[0])
+        results.append(runner.replay(given))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert results == [None, "planned (1, 8, 8)", ("replayed", given, None)]
+
+
+def test_without_plans_nothing_is_replayed(stream: Any) -> None:
+    runner, given = make_runner(plans=False), Given(1)
+    runner(Pixels(1), given=given)
+    assert runner.replay(given) is None
+
+
+def test_an_error_that_ends_cuda_says_so_in_a_replay_too(stream: Any) -> None:
+    runner, given = make_runner(), Given(1)
+    runner(Pixels(1), given=given)
+    given.failure = ValueError("an ordinary one")
+    with pytest.raises(ValueError, match="an ordinary one"):
+        runner.replay(given)
+    sticky = type("CUDARuntimeError", (RuntimeError,), {"__module__": "cupy_backends.cuda.api.runtime", "status": 700})
+    given.failure = sticky("illegal address")
+    with pytest.raises(RuntimeError, match="restart it"):
+        runner.replay(given)
