@@ -89,7 +89,7 @@ def _torch(x: Any, ops: Ops) -> Iterator[tuple[Array, Restore]]:
     if x.layout != torch.strided or x.device.type not in ("cpu", "cuda"):
         raise TypeError(f"x must be a dense torch tensor on the CPU or a CUDA device, got {x.layout} on {x.device}")
     device = x.device
-    tensor = x.detach().to(torch.float32)
+    tensor = x.detach().resolve_neg().to(torch.float32)
     if device.type == "cuda" and ops.name == "cuda":
         _check_device(device.index, ops)
         import cupy

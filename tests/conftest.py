@@ -23,5 +23,11 @@ def no_engine_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(environment.ENGINE.name, raising=False)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--add-to-gpu-record", action="store_true", help="put the outcomes of these GPU tests into the record"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(gpu_record.Recorder(config))

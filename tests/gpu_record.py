@@ -2,7 +2,9 @@
 
 ``tests/gpu_record.json`` holds the device and versions, the sha256 of the kernel sources and of the Python that
 compiles and launches them, and the outcome of every test id. `tests/conftest.py` installs `Recorder`, which writes the
-file after a full run; `tests/test_gpu_record.py` fails when it does not match the repository.
+file after a full run, ``pytest -m gpu``. After a change to tests alone, ``pytest -m gpu --add-to-gpu-record FILE`` runs
+some again and puts their outcomes in, provided that device, versions and sources are the record's.
+`tests/test_gpu_record.py` fails when the file does not match the repository.
 """
 
 import hashlib
@@ -20,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
 
 KERNELS = ("kernels_cu/*.cu", "kernels_cu/include/*.cuh")
-LAUNCHERS = ("cupy_resnet/jit/*.py", "cupy_resnet/conv2d/*.py", "cupy_resnet/engines/*.py")
+LAUNCHERS = ("cupy_resnet/jit/*.py", "cupy_resnet/conv2d/*.py", "cupy_resnet/engines/**/*.py")
 
 
 def digest(patterns: tuple[str, ...]) -> str:
@@ -43,6 +45,20 @@ def write(path: Path, outcomes: dict[str, str]) -> None:
     write_file(path, json.dumps(record, indent=0, ensure_ascii=False).encode())
 
 
+def add(path: Path, outcomes: dict[str, str]) -> None:
+    """Replaces outcomes in the record.
+
+    Raises:
+        ValueError: it is of another device, other versions or other sources.
+    """
+    record = json.loads(path.read_text())
+    here = {**describe_machine(), "sha256": hashes()}
+    differing = [key for key in ("device", "driver_cuda", "versions", "sha256") if record.get(key) != here[key]]
+    if differing:
+        raise ValueError(f"{path.name} differs in {', '.join(differing)}: it takes a full run, pytest -m gpu")
+    write(path, {**record["outcomes"], **outcomes})
+
+
 class Recorder:
     """Collects the outcome of every GPU test and writes the record after a full run of them."""
 
@@ -54,8 +70,10 @@ class Recorder:
             or config.getoption("lf", False)
             or config.getoption("collectonly")
             or any(a.startswith(f"{ROOT}/tests/") for a in arguments)
+            or hasattr(config, "workerinput")  # under pytest-xdist the controller hears every report and writes
         )
         self.full = config.getoption("markexpr") == "gpu" and not partial
+        self.adds = config.getoption("add_to_gpu_record") and not hasattr(config, "workerinput")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         # setup, call and teardown each report; the worst counts, so that a failed teardown is not a pass
@@ -63,7 +81,11 @@ class Recorder:
         self.outcomes[report.nodeid] = max(self.outcomes.get(report.nodeid, "passed"), report.outcome, key=rank.index)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.full and self.outcomes and not session.shouldstop:
+        if not self.outcomes or session.shouldstop:
+            return
+        if self.adds:
+            add(RECORD, self.outcomes)
+        elif self.full:
             write(RECORD, self.outcomes)
 
 

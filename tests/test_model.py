@@ -103,6 +103,13 @@ def test_torch_bfloat16_is_cast(model) -> None:
     np.testing.assert_array_equal(model(x).numpy(), model(x.float().numpy()))
 
 
+def test_a_negation_that_torch_has_put_off_is_seen(model, expected) -> None:
+    """The imaginary part of a conjugate shares memory that holds the opposite of its values."""
+    x = torch.imag(torch.complex(torch.zeros(X.shape), -torch.from_numpy(X)).conj())
+    assert x.is_neg()
+    np.testing.assert_array_equal(model(x).numpy(), expected)
+
+
 def test_channels_last_memory_is_not_permuted(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = NumpyEngine()
     nhwc = np.ascontiguousarray(X.transpose(0, 2, 3, 1))

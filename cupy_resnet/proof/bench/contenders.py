@@ -241,4 +241,8 @@ def torch_settings(rules: Rules) -> Iterator[None]:
 
 def to_float64(y: Any) -> Any:
     """Returns a result as a new float64 NumPy array on the host: contenders may overwrite theirs in the next call."""
-    return (y.double().cpu().numpy() if hasattr(y, "cpu") else y).astype("float64", copy=True)
+    if hasattr(y, "cpu"):  # torch
+        y = y.double().cpu().numpy()
+    elif hasattr(y, "get"):  # CuPy
+        y = y.get()
+    return y.astype("float64", copy=True)
