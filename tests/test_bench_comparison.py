@@ -306,3 +306,18 @@ def test_what_is_compared_is_stored():
     assert settings["torch_threads"] >= 1
     assert settings["ceilings"]["device"] == "Abacus"
     assert comparison.DEFAULT_RIVALS["cpu"] == plan(rivals=None).rivals
+
+
+def test_results_of_every_library_are_brought_to_the_host() -> None:
+    class OnTheGpu:
+        """As CuPy's: nothing of NumPy's but `get`."""
+
+        def get(self) -> np.ndarray:
+            return np.float32([[1.5]])
+
+    y = np.float32([[1.5]])
+    for result in (y, torch.from_numpy(y), OnTheGpu()):
+        copied = contenders.to_float64(result)
+        assert copied.dtype == np.float64
+        assert copied.tolist() == [[1.5]]
+        assert not np.shares_memory(copied, y)
