@@ -6,9 +6,9 @@
     compute-sanitizer --tool initcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
 (cuda-bindings asks the driver for functions that it may not have, which memcheck would report as errors of the API.)
-The package must be importable, as are the tests' helpers: with PYTHONPATH=.:tests in front. It prints what it launched, and fails if a
-kernel file was left out. With ``--break TOOL`` it launches one kernel with a fault of the kind that the tool is for,
-and nothing else: proof that the tool would have seen one.
+The package must be importable, as are the tests' helpers: with PYTHONPATH=.:tests in front. It prints what it launched,
+and fails if a kernel file was left out. With ``--break TOOL`` it launches one kernel with a fault of the kind that the
+tool is for, and nothing else: proof that the tool would have seen one.
 """
 
 import argparse
