@@ -16,7 +16,6 @@ from cupy_resnet.proof.bench.contenders import Replayed
 from cupy_resnet.proof.bench.fusion import measure_fusion
 from cupy_resnet.proof.bench.ladder import measure
 from cupy_resnet.proof.bench.meters import CudaMeter
-from cupy_resnet.proof.bench.report import Row
 from cupy_resnet.proof.bench.stages import STAGES
 from cupy_resnet.proof.bench.timing import Effort
 from cupy_resnet.proof.ladder import library_rungs, rungs
@@ -26,14 +25,13 @@ pytestmark = pytest.mark.gpu
 QUICK = Effort(samples=20, warmup=3, seconds=5)
 
 
-def check_row(plan: Plan, names: list[str]) -> Row:
+def check_row(plan: Plan, names: list[str]) -> None:
     (row,) = rows(plan)
     assert row.failed == {}
     assert {entry.name: entry.wrong for entry in row.entries} == dict.fromkeys(names)
     for entry in row.entries:
         assert entry.peak_bytes is not None
         assert entry.first_call_s > 0
-    return row
 
 
 @pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "auto"])
@@ -45,15 +43,12 @@ def test_ours_and_torchs_kernels_are_right(model: str, precision: str) -> None:
     check_row(plan, ["ours", "eager-nchw", "eager-nhwc", "graph-nhwc"])
 
 
-@pytest.mark.alone
 def test_the_compiled_rival_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the smallest network alone: compiling takes most of the time of all these tests."""
     # Starting processes that compile takes longer than the few kernels of this network.
     monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     plan = Plan(models=["resnet20"], batches=[8], precisions=["fp16"], rivals=["compile"], engine="cuda", effort=QUICK)
-    for entry in check_row(plan, ["ours", "compile"]).entries:
-        # Back to back is no slower than waiting for every call, but for noise.
-        assert min(entry.stream_ms) < 1.2 * entry.latency.median
+    check_row(plan, ["ours", "compile"])
 
 
 def test_torchs_switches_decide_whether_tf32_is_used() -> None:
