@@ -93,13 +93,13 @@ def quote(kernel: str, begin: str) -> Quote:
     """Quotes a statement, loop or function of a kernel from its source, so that it is what really runs.
 
     Args:
-        kernel: name of a ``.cu`` file without its suffix.
+        kernel: name of a ``.cu`` file without its suffix, or of a header with it, as ``"include/epilogue.cuh"``.
         begin: text of its first line, the first such line in the file; it ends where the braces that it opens close.
 
     Raises:
         ValueError: the file has no such line.
     """
-    name = f"{kernel}.cu"
+    name = kernel if kernel.endswith(".cuh") else f"{kernel}.cu"
     lines = (folder("kernels_cu") / name).read_text(encoding="utf-8").splitlines()
     first = next((number for number, line in enumerate(lines) if begin in line), None)
     if first is None:
