@@ -286,7 +286,7 @@ def test_interrupted_it_leaves_quietly(folder):
         process.stdin.write(b"photos/a.png\n" * 8)
         process.stdin.flush()
         process.stdout.readline()
-        # Python drops an interrupt that reaches it inside a finaliser or a callback of a thread: who waits presses again.
+        # Python drops an interrupt that reaches it inside a finaliser: who waits presses again.
         for _ in range(3):
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
