@@ -30,4 +30,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(gpu_record.Recorder(config))
+    if not hasattr(config, "workerinput"):  # under pytest-xdist the controller hears every report
+        config.pluginmanager.register(gpu_record.Recorder(config))

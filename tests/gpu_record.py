@@ -39,9 +39,14 @@ def hashes() -> dict[str, str]:
     return {"kernels": digest(KERNELS), "launchers": digest(LAUNCHERS)}
 
 
+def subject() -> dict[str, Any]:
+    """What a record written here and now speaks of."""
+    return {**describe_machine(), "sha256": hashes()}
+
+
 def write(path: Path, outcomes: dict[str, str]) -> None:
     """Writes the record atomically."""
-    record = {**describe_machine(), "sha256": hashes(), "outcomes": dict(sorted(outcomes.items()))}
+    record = {**subject(), "outcomes": dict(sorted(outcomes.items()))}
     write_file(path, json.dumps(record, indent=0, ensure_ascii=False).encode())
 
 
@@ -52,7 +57,7 @@ def add(path: Path, outcomes: dict[str, str]) -> None:
         ValueError: it is of another device, other versions or other sources.
     """
     record = json.loads(path.read_text())
-    here = {**describe_machine(), "sha256": hashes()}
+    here = subject()
     differing = [key for key in ("device", "driver_cuda", "versions", "sha256") if record.get(key) != here[key]]
     if differing:
         raise ValueError(f"{path.name} differs in {', '.join(differing)}: it takes a full run, pytest -m gpu")
@@ -70,10 +75,9 @@ class Recorder:
             or config.getoption("lf", False)
             or config.getoption("collectonly")
             or any(a.startswith(f"{ROOT}/tests/") for a in arguments)
-            or hasattr(config, "workerinput")  # under pytest-xdist the controller hears every report and writes
         )
         self.full = config.getoption("markexpr") == "gpu" and not partial
-        self.adds = config.getoption("add_to_gpu_record") and not hasattr(config, "workerinput")
+        self.adds = config.getoption("add_to_gpu_record")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         # setup, call and teardown each report; the worst counts, so that a failed teardown is not a pass
