@@ -85,6 +85,7 @@ ARROWS = {
     "conv2d": set(),
     "conv2d.fp32_variants": {"jit"},
     "conv2d.tensor_core_variants": {"jit"},
+    "conv2d.tensor_maps": {"errors"},
     "conv2d.stem": {"jit"},
     "conv2d.heuristics": {"_names", "errors"},
     "conv2d.tuned": {"environment", "jit"},

@@ -8,7 +8,7 @@ import pytest
 from helpers import conv_shapes
 
 from cupy_resnet.conv2d import H100, PRECISIONS, VARIANTS, Conv2dProblem, Device, heuristics, variant_names
-from cupy_resnet.conv2d.configs import MmaConfig, WinogradConfig
+from cupy_resnet.conv2d.configs import MmaConfig, WgmmaConfig, WinogradConfig
 from cupy_resnet.conv2d.heuristics import cost, fastest
 from cupy_resnet.conv2d.tensor_core_variants import as_merged, is_aligned, shared_memory
 from cupy_resnet.errors import UnsupportedProblemError
@@ -25,10 +25,13 @@ V100 = device("V100", (7, 0), 80, 96)
 T4 = device("T4", (7, 5), 40, 64)
 A100 = device("A100", (8, 0), 108, 163)
 A10 = device("A10", (8, 6), 72, 99)
-DEVICES = (V100, T4, A100, A10, H100)
+B200 = device("B200", (10, 0), 148, 227)
+DEVICES = (V100, T4, A100, A10, H100, B200)
 GENERAL = ("conv2d_direct", "conv2d_shared", "im2col_sgemm", "conv2d_implicit_gemm")
 TENSOR_CORES = ("conv2d_wmma", "conv2d_mma")
 """What solves every problem, in fp32 and on tensor cores."""
+NARROW = ("conv2d_mma_patch", "conv2d_wgmma")
+"""What solves some problems on tensor cores."""
 
 PLAIN = Conv2dProblem(N=2, H=14, W=14, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1)
 PROBLEMS = {
@@ -64,8 +67,12 @@ MINIMUM = {
     "conv2d_wmma": {"fp16": (7, 0), "bf16": (8, 0), "tf32": (8, 0)},
     "conv2d_mma": {"fp16": (8, 0), "bf16": (8, 0), "tf32": (8, 0), "fp32-tc": (8, 0)},
     "conv2d_mma_patch": {"fp16": (8, 0), "bf16": (8, 0), "tf32": (8, 0), "fp32-tc": (8, 0)},
+    "conv2d_wgmma": {"fp16": (9, 0), "bf16": (9, 0), "tf32": (9, 0)},
 }
-"""The frozen matrix: a refusal that is written neither here nor in WINOGRAD or PATCH is a fault."""
+"""The frozen matrix: a refusal that is written neither here nor in WINOGRAD, PATCH or WGMMA is a fault."""
+
+NO_OTHER = {"conv2d_wgmma"}
+"""Of these, whose instructions later architectures do not have: the lowest compute capability is the only one."""
 
 WINOGRAD = {
     # problem: why not, whatever the GPU; the problems that are not here it solves
@@ -98,6 +105,18 @@ PATCH = {
 }
 """Besides, 1×1 filters over more than 64 channels in fp32-tc."""
 
+WGMMA = {
+    # problem: why conv2d_wgmma does not solve it, in any precision on Hopper
+    "odd channels": "needs C a multiple of ",
+    "one channel": "needs C a multiple of ",
+    "stem": "needs C a multiple of ",
+    "grouped": "needs groups 1, not 4",
+    "depthwise": "needs groups 1, not 64",
+    "strided, dilated, grouped": "needs groups 1, not 2",
+}
+
+REFUSED = {"conv2d_mma_patch": PATCH, "conv2d_wgmma": WGMMA}
+
 choose = partial(heuristics.choose, use_tables=False)
 """By the model alone: what was measured on the machine at hand must not decide a test."""
 
@@ -105,11 +124,13 @@ choose = partial(heuristics.choose, use_tables=False)
 def solves(variant: str, precision: str, gpu: Device) -> bool:
     """What `MINIMUM` says."""
     minimum = MINIMUM[variant].get(precision)
-    return minimum is not None and gpu.compute_capability >= minimum
+    if minimum is None:
+        return False
+    return gpu.compute_capability == minimum or (gpu.compute_capability > minimum and variant not in NO_OTHER)
 
 
 def test_the_ladder_from_the_bottom() -> None:
-    assert variant_names() == [*GENERAL, "conv2d_winograd", *TENSOR_CORES, "conv2d_mma_patch"]
+    assert variant_names() == [*GENERAL, "conv2d_winograd", *TENSOR_CORES, *NARROW]
     assert list(MINIMUM) == variant_names()
     assert all(VARIANTS[name].name == name for name in VARIANTS)
     assert {precision for row in MINIMUM.values() for precision in row} == set(PRECISIONS)
@@ -124,9 +145,10 @@ def test_frozen_support(name: str) -> None:
                 expected = solves(variant, precision, gpu)
                 if variant == "conv2d_winograd" and name in WINOGRAD:
                     assert (supported, reason) == (False, WINOGRAD[name]), f"{precision} on {gpu.name}"
-                elif variant == "conv2d_mma_patch" and name in PATCH:
-                    assert supported is False, f"{precision} on {gpu.name}"
-                    assert reason.startswith(PATCH[name]) or not expected, f"{precision} on {gpu.name}: {reason}"
+                elif name in REFUSED.get(variant, {}):
+                    why_not = REFUSED[variant][name]
+                    assert supported is False, f"{variant}, {precision} on {gpu.name}"
+                    assert reason.startswith(why_not) or not expected, f"{variant}, {precision} on {gpu.name}: {reason}"
                 else:
                     assert supported is expected, f"{variant}, {precision} on {gpu.name}: {reason}"
                     assert bool(reason) is not expected, f"{variant}, {precision} on {gpu.name}: {reason}"
@@ -146,6 +168,11 @@ def test_frozen_support(name: str) -> None:
         ("conv2d_mma", "fp32", H100, "computes in fp16 or bf16 or tf32 or fp32-tc, not in fp32"),
         ("conv2d_mma_patch", "bf16", T4, "needs compute capability 8.0, T4 has 7.5"),
         ("conv2d_mma_patch", "fp32", H100, "computes in fp16 or bf16 or tf32 or fp32-tc, not in fp32"),
+        ("conv2d_wgmma", "fp16", T4, "needs compute capability 9.0, T4 has 7.5"),
+        ("conv2d_wgmma", "tf32", A100, "needs compute capability 9.0, A100 has 8.0"),
+        ("conv2d_wgmma", "bf16", B200, "needs compute capability 9.0, B200 has 10.0"),
+        ("conv2d_wgmma", "fp32", H100, "computes in fp16 or bf16 or tf32, not in fp32"),
+        ("conv2d_wgmma", "fp32-tc", H100, "computes in fp16 or bf16 or tf32, not in fp32-tc"),
     ],
 )
 def test_why_not(variant: str, precision: str, gpu: Device, reason: str) -> None:
@@ -184,6 +211,7 @@ def test_winograd_tells_how_much_shared_memory_is_missing() -> None:
 def test_every_row_of_conv_shapes(data_folder: Path) -> None:
     problems = conv_shapes(data_folder)
     assert len(problems) == 166
+    by_wgmma = 0
     for name, fp32 in problems.items():
         for precision in PRECISIONS:
             p = replace(fp32, precision=precision)
@@ -198,6 +226,18 @@ def test_every_row_of_conv_shapes(data_folder: Path) -> None:
             # Its shortest pipeline in fp32-tc has three stages, of which the filter of one tap fills too few in time.
             patch &= precision != "fp32-tc" or p.R * p.S > 1 or p.C <= 64
             assert VARIANTS["conv2d_mma_patch"].supports(p, H100)[0] == patch, name
+            # No row has strides, filters or padding that are too large for it.
+            size = p.arithmetic.element_size
+            wgmma = p.groups == 1 and p.C * size % 128 == 0 and p.K * size % 16 == 0
+            for gpu in DEVICES:
+                expected = wgmma and solves("conv2d_wgmma", precision, gpu)
+                assert VARIANTS["conv2d_wgmma"].supports(p, gpu)[0] is expected, f"{name}: {precision} on {gpu.name}"
+                by_wgmma += expected
+    assert by_wgmma == 3 * 39  # in each of its precisions, on one GPU
+
+
+STATIC = 1024
+"""Bytes of conv2d_wgmma's static shared memory, its barriers, so that tiles begin at multiples of 1024."""
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -214,6 +254,7 @@ def test_candidates_are_compiled_forms_that_fit_the_device(name: str) -> None:
                 for config in candidates:
                     needed = shared_memory(problem, config) if isinstance(config, MmaConfig) else 0
                     needed = config.shared_memory if isinstance(config, WinogradConfig) else needed
+                    needed = config.shared_memory + STATIC if isinstance(config, WgmmaConfig) else needed
                     assert needed <= gpu.shared_memory_per_block, f"{config}, {gpu.name}"
                     assert getattr(config, "precision", precision) == precision
                 config, predicted = fastest(variant.name, problem, gpu, spread_nan=True)
@@ -258,7 +299,9 @@ def test_auto_takes_the_general_kernel(name: str, gpu: Device) -> None:
                 choose(problem, gpu)
             continue
         choice = choose(problem, gpu)
-        assert choice.variant in (expected[0], *(["conv2d_mma_patch"] if expected[0] == "conv2d_mma" else []))
+        narrow = [v for v in NARROW if solves(v, precision, gpu) and name not in REFUSED[v]]
+        assert choice.variant in (expected[0], *narrow)
+        assert heuristics.automatic(problem, gpu) == [expected[0], *narrow]
         config, predicted = fastest(choice.variant, problem, gpu)
         assert choice.config == config
         assert predicted <= fastest(expected[0], problem, gpu)[1]
@@ -292,6 +335,11 @@ def test_where_a_kernel_does_not_apply_the_choice_tells_why() -> None:
     strided = replace(half, stride_h=2)
     choice = choose(strided, H100, "conv2d_mma_patch")
     assert (choice.variant, choice.fallback) == ("conv2d_mma", "conv2d_mma_patch needs stride 1, not 2×1")
+    choice = choose(half, A100, "conv2d_wgmma")
+    assert choice.fallback == "conv2d_wgmma needs compute capability 9.0, A100 has 8.0"
+    assert replace(choice, fallback=None) == choose(half, A100)
+    with pytest.raises(UnsupportedProblemError, match=r"^conv2d_wgmma does not support .*: needs groups 1, not 4$"):
+        choose(replace(half, groups=4), H100, "conv2d_wgmma", strict=True)
 
 
 @pytest.mark.parametrize("kernel", ["auto", *MINIMUM])
@@ -330,7 +378,8 @@ def test_winograd_is_chosen_only_where_it_is_allowed_and_expected_to_be_faster()
     assert choose(LARGE, T4, spread_nan=True).variant == "conv2d_implicit_gemm"
     for precision in PRECISIONS:
         if PRECISIONS[precision].tensor_cores:
-            assert choose(replace(LARGE, precision=precision), H100, spread_nan=True).variant in variant_names()[-2:]
+            variant = choose(replace(LARGE, precision=precision), H100, spread_nan=True).variant
+            assert variant in ("conv2d_mma", *NARROW)
 
 
 def test_decisions_are_kept() -> None:

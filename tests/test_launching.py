@@ -209,6 +209,13 @@ def test_more_shared_memory_than_usual_is_asked_for_first(driver: Driver, early:
     assert greedy.max_dynamic_shared_size_bytes == STATIC_LIMIT + 1
 
 
+def test_a_limit_once_raised_stays_for_other_threads_launches() -> None:
+    kernel = Kernel()
+    for shared in (STATIC_LIMIT + 200, STATIC_LIMIT + 100):
+        launch(kernel, (1,), (32,), (), shared=shared)
+        assert kernel.max_dynamic_shared_size_bytes == STATIC_LIMIT + 200
+
+
 def test_recording_sees_what_this_thread_launches_and_it_is_launched_all_the_same(driver: Driver) -> None:
     kernel = Kernel()
     launch(kernel, (9,), (32,), ())

@@ -59,7 +59,7 @@ def test_groups_are_merged_only_where_a_nan_may_spread(precision: str) -> None:
                 alone = choose(problem, gpu, kernel)
                 assert isinstance(alone.config, MmaConfig)
                 assert alone.config.merged_groups == 1, alone
-    plain = choose(replace(LARGE, precision=precision), H100, spread_nan=True).config
+    plain = choose(replace(LARGE, precision=precision), H100, "conv2d_mma", spread_nan=True).config
     assert isinstance(plain, MmaConfig)
     assert plain.merged_groups == 1
 

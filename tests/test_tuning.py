@@ -18,6 +18,8 @@ from cupy_resnet.tuning import bench as gpu_bench
 from cupy_resnet.tuning.workloads import HOPELESS
 
 T4 = Device(name="T4", compute_capability=(7, 5), sm_count=40, shared_memory_per_block=64 << 10)
+A100 = Device(name="A100", compute_capability=(8, 0), sm_count=108, shared_memory_per_block=163 << 10)
+B200 = Device(name="B200", compute_capability=(10, 0), sm_count=148, shared_memory_per_block=227 << 10)
 OLD = Device(name="old", compute_capability=(6, 1), sm_count=20, shared_memory_per_block=48 << 10)
 SMALL = replace(LAYER, N=1)
 GROUPED = replace(LAYER, groups=32)
@@ -60,18 +62,24 @@ def test_candidates_begin_with_the_models_choice_and_leave_out_the_hopeless(
     assert len(set(found)) == len(found) > 1
     names = {candidate.variant for candidate in found}
     tensor_cores, cuda_cores = {"conv2d_mma", "conv2d_mma_patch"}, {"conv2d_implicit_gemm", "conv2d_winograd"}
+    if precision in ("fp16", "bf16", "tf32") and problem.groups == 1 and problem.C == 256:
+        tensor_cores |= {"conv2d_wgmma"}
+        assert "conv2d_wgmma" in names
     assert names <= (tensor_cores if PRECISIONS[precision].tensor_cores else cuda_cores)
     if not spread_nan:
         assert "conv2d_winograd" not in names
         assert all(getattr(candidate.config, "merged_groups", 1) == 1 for candidate in found)
 
 
-def test_split_k_winograd_merged_groups_and_wmma_take_part_where_they_apply() -> None:
+def test_split_k_winograd_merged_groups_wgmma_and_wmma_take_part_where_they_apply() -> None:
     small = replace(LAYER, N=1, H=7, W=7, C=512, K=512)
-    assert len({candidate.config.split_k_slices for candidate in candidates(small, H100)}) > 3  # type: ignore[attr-defined]
+    assert len({getattr(candidate.config, "split_k_slices", 1) for candidate in candidates(small, H100)}) > 3
     assert "conv2d_winograd" in {candidate.variant for candidate in candidates(PLAIN, H100, spread_nan=True)}
     merged = {candidate.config.merged_groups for candidate in candidates(GROUPED, H100, spread_nan=True)}  # type: ignore[attr-defined]
     assert merged > {1}
+    for device, fastest in ((H100, {"conv2d_wgmma"}), (A100, set()), (B200, set())):
+        names = {candidate.variant for candidate in candidates(LAYER, device)}
+        assert names == {"conv2d_mma", "conv2d_mma_patch", *fastest}, device.name
     assert {candidate.variant for candidate in candidates(LAYER, T4)} == {"conv2d_wmma"}
 
 

@@ -333,12 +333,15 @@ def test_a_shippable_table_grows_but_keeps_nothing_of_other_kernels(
     assert write_table(path, GPU.name, []) == tuned.Table.parse(path.read_bytes())
 
 
-def test_the_table_that_comes_with_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every entry is one that an H100 follows: a table of other configurations would be of no use."""
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"])
+def test_the_table_that_comes_with_the_package(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every entry is one that GPUs with this processor follow: a table of other configurations would be of no use."""
     (path,) = Path(tuned.__file__).parent.glob("tuned_*.json")
     table = tuned.Table.parse(path.read_bytes())
     monkeypatch.setattr(tuned, "_shipped", cache(lambda: (table,)))
+    tuned.forget(gpu)
     assert table.dump() == path.read_bytes()
-    assert table.gpu == tuned.family(H100.name) == "NVIDIA H100"
+    assert table.gpu == tuned.family("NVIDIA H200") == "NVIDIA H200"
     for problem, spread_nan in table.entries:
-        assert choose(problem, H100, spread_nan=spread_nan).reason.startswith("tuned on NVIDIA H100"), problem
+        choice = choose(problem, replace(H100, name=gpu), spread_nan=spread_nan)
+        assert choice.reason.startswith("tuned on NVIDIA H200"), problem

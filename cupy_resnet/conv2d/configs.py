@@ -220,6 +220,48 @@ class WmmaConfig:
         return text if self.aligned else f"{text}, element by element"
 
 
+@dataclass(frozen=True)
+class WgmmaConfig:
+    """conv2d_wgmma.cu.
+
+    Args:
+        precision: name of the arithmetic.
+        tile_m, tile_n: pixels and filters per tile.
+        stages: slices of both operands in shared memory.
+    """
+
+    precision: str
+    tile_m: int
+    tile_n: int
+    stages: int
+
+    ROW_BYTES = 128
+    CONSUMERS = 2
+    threads = 384
+
+    @property
+    def tile_k(self) -> int:
+        """Depth of a slice, in elements."""
+        return self.ROW_BYTES // PRECISIONS[self.precision].element_size
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of dynamic shared memory per block; tiles of 2-byte elements are stored by way of it."""
+        staged = self.CONSUMERS * self.tile_m * self.tile_n * 2 if PRECISIONS[self.precision].element_size == 2 else 0
+        return self.stages * (self.tile_m + self.tile_n) * self.ROW_BYTES + staged
+
+    def defines(self) -> dict[str, int | str]:
+        return {
+            "ELEMENT": PRECISIONS[self.precision].element,
+            "TILE_M": self.tile_m,
+            "TILE_N": self.tile_n,
+            "NUM_STAGES": self.stages,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.tile_m}×{self.tile_n}×{self.tile_k}, {self.stages} stages"
+
+
 SGEMM = (SgemmConfig(4), SgemmConfig(1))
 WINOGRAD = (WinogradConfig(16, unroll=16), WinogradConfig(8, unroll=1))
 IMPLICIT_GEMM = (
@@ -307,3 +349,9 @@ WMMA = tuple(
     for tile, aligned in WMMA_TILES
 )
 """Every form in which conv2d_wmma is compiled."""
+
+WGMMA_TILES = ((128, 128, 5), (128, 64, 8), (64, 256, 4), (64, 128, 8), (64, 64, 10))
+"""(tile_m, tile_n, stages): as many stages as shared memory holds beside the tiles on their way out."""
+
+WGMMA = tuple(WgmmaConfig(precision, *tile) for precision in ("fp16", "bf16", "tf32") for tile in WGMMA_TILES)
+"""Every form in which conv2d_wgmma is compiled."""

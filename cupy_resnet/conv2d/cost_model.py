@@ -39,6 +39,8 @@ def cost(problem: Conv2dProblem, device: Device, config: configs.Config) -> floa
     """
     if isinstance(config, configs.MmaConfig | configs.WmmaConfig):
         return _tensor_core_microseconds(problem, device, config)
+    if isinstance(config, configs.WgmmaConfig):
+        return _wgmma_microseconds(problem, device, config)
     if isinstance(config, configs.WinogradConfig):
         tiles = problem.N * _ceil(problem.P, 2) * _ceil(problem.Q, 2)
         blocks = _ceil(tiles, config.TILES) * _ceil(problem.K, config.TILE_K)
@@ -88,6 +90,21 @@ def _tensor_core_microseconds(
         partial = slices * config.tile_m * config.tile_n * 4  # bytes of a tile's partial sums, written and read again
         reduce = 1.0 + partial / REDUCE_BYTES_PER_MICROSECOND + 2 * partial * (blocks // slices) / BANDWIDTH
     return max(arithmetic, problem.bytes / BANDWIDTH) + reduce + LAUNCH_MICROSECONDS
+
+
+WGMMA_SLICE_MICROSECONDS = 0.41
+WGMMA_TILE_MICROSECONDS = 1.0
+"""For a slice of 128×128×64 (fp16), and for a tile beside its slices; from ResNet's 3×3 layers, N = 256 on an H200."""
+
+
+def _wgmma_microseconds(problem: Conv2dProblem, device: Device, config: configs.WgmmaConfig) -> float:
+    """The slower of arithmetic and memory: a multiprocessor takes tiles in turn, each the slices of its whole depth."""
+    tiles = _ceil(problem.gemm_m, config.tile_m) * _ceil(problem.gemm_n, config.tile_n)
+    share = config.tile_m * config.tile_n / (128 * 128)
+    per_slice = WGMMA_SLICE_MICROSECONDS * max(0.3, share**0.75)
+    per_tile = _ceil(problem.gemm_k, config.tile_k) * per_slice + WGMMA_TILE_MICROSECONDS
+    arithmetic = _ceil(tiles, device.sm_count) * per_tile
+    return max(arithmetic, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
 
 
 def _efficiency(problem: Conv2dProblem, config: configs.MmaConfig | configs.WmmaConfig) -> float:

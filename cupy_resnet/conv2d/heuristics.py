@@ -22,6 +22,9 @@ FP32_DEFAULT = "conv2d_implicit_gemm"
 TENSOR_CORE_DEFAULTS = ("conv2d_mma", "conv2d_wmma")
 """The fastest kernels that solve every problem; on tensor cores the first that the GPU supports."""
 
+FAST_WHERE_THEY_APPLY = ("conv2d_mma_patch", "conv2d_wgmma")
+"""Kernels on tensor cores that solve some problems."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -136,8 +139,8 @@ def automatic(problem: Conv2dProblem, device: Device, spread_nan: bool = False) 
     names = [_default(problem, device)]
     if spread_nan and VARIANTS["conv2d_winograd"].supports(problem, device)[0]:
         names.append("conv2d_winograd")
-    if names[0] == "conv2d_mma" and VARIANTS["conv2d_mma_patch"].supports(problem, device)[0]:
-        names.append("conv2d_mma_patch")
+    if names[0] == "conv2d_mma":
+        names += [name for name in FAST_WHERE_THEY_APPLY if VARIANTS[name].supports(problem, device)[0]]
     return names
 
 

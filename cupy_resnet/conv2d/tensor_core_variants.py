@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .. import jit
-from . import configs
+from . import configs, tensor_maps
 from .device import Device
 from .params import conv2d_params
 from .problem import Conv2dProblem
@@ -155,6 +156,74 @@ class MmaPatch(Variant):
     def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.MmaPatchConfig) -> None:
         rows = np.int32(patch_rows(problem, config.tile_m))
         _launch_mma(self.name, problem, operands, operands.filter.weight, config, (rows,))
+
+
+class Wgmma(Variant):
+    """conv2d_wgmma: Hopper's warpgroup instructions, fed by the tensor memory accelerator."""
+
+    name = "conv2d_wgmma"
+    precisions = ("fp16", "bf16", "tf32")
+    sources = ("conv2d_wgmma",)
+
+    def supports(self, problem: Conv2dProblem, device: Device) -> Support:
+        if device.compute_capability != (9, 0):
+            return False, f"needs compute capability 9.0, {device.name} has {device.number}"
+        if problem.groups != 1:
+            return False, f"needs groups 1, not {problem.groups}"
+        supported, why_not = super().supports(problem, device)
+        if not supported:
+            return False, why_not
+        size = problem.arithmetic.element_size
+        if problem.C % (128 // size) or problem.K % (16 // size):
+            return False, (
+                f"needs C a multiple of {128 // size} and K of {16 // size}, not {problem.C} and {problem.K}"
+            )
+        if max(problem.stride_h, problem.stride_w) > tensor_maps.MAX_STRIDE:
+            return False, f"needs strides up to {tensor_maps.MAX_STRIDE}, not {problem.stride_h}×{problem.stride_w}"
+        reach = max((problem.R - 1) * problem.dilation_h, (problem.S - 1) * problem.dilation_w)
+        if max(reach, problem.pad_h, problem.pad_w) > tensor_maps.MAX_OFFSET:
+            return False, f"needs filters and padding up to {tensor_maps.MAX_OFFSET} pixels wide"
+        return True, ""
+
+    def configurations(self) -> Sequence[configs.WgmmaConfig]:
+        return configs.WGMMA
+
+    def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.WgmmaConfig]:
+        widest = max(64, 1 << (problem.K - 1).bit_length())
+        return [c for c in configs.WGMMA if c.precision == problem.precision and c.tile_n <= widest]
+
+    def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.WgmmaConfig) -> None:
+        kernel = jit.get_function(self.name, defines=config.defines())
+        tiles = blocks(problem.gemm_m, config.tile_m) * blocks(problem.K, config.tile_n)
+        outputs = residuals = tensor_maps.NONE
+        if operands.residual is not None:
+            residuals = tensor_maps.matrix_map(problem, operands.residual, problem.K, config.tile_m)
+        if problem.arithmetic.element_size == 2:  # wider ones are not stored by way of shared memory
+            outputs = tensor_maps.matrix_map(problem, operands.y, problem.K, config.tile_m)
+        arguments = (
+            tensor_maps.im2col_map(problem, operands.x, config.tile_m),
+            tensor_maps.matrix_map(problem, operands.filter.weight, problem.gemm_k, config.tile_n),
+            residuals,
+            outputs,
+            *operands.tail(),
+            conv2d_params(problem, operands.relu),
+        )
+        grid = (min(tiles, multiprocessors()),)
+        jit.launch(kernel, grid, (config.threads,), arguments, shared=config.shared_memory, waits=True)
+
+
+def multiprocessors() -> int:
+    """Returns how many multiprocessors the current device has."""
+    import cupy
+
+    return _multiprocessors_of(cupy.cuda.runtime.getDevice())
+
+
+@cache
+def _multiprocessors_of(device: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
 def _launch_mma(

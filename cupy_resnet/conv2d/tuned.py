@@ -4,7 +4,8 @@ There are two kinds, of one format:
 
 * The user's own, ``tuned/<GPU>-<digest>.json`` in the cache folder, written by `cupy_resnet.tuning`: for one GPU by its
   full name and for one state of the kernels' sources by their digest. A change of any kernel leaves it unused.
-* Shipped ones, ``tuned_*.json`` beside this file: for all GPUs of one `family`. Such a table names the digest that it
+* Shipped ones, ``tuned_*.json`` beside this file: for all GPUs of one `family`, and for those with the same processor
+  and another memory. Such a table names the digest that it
   was tuned with, but is only a hint, and is still followed after a kernel has changed.
 
 The user's own is asked first. An entry whose configuration does not exist any more, or does not apply to the GPU at
@@ -36,6 +37,9 @@ CHECK_SECONDS = 1.0
 
 Key = tuple[Conv2dProblem, bool]
 """A problem, and whether kernels that spread a NaN further than they should took part."""
+
+SAME_PROCESSOR = (frozenset({"NVIDIA H100", "NVIDIA H200", "NVIDIA GH200"}),)
+"""Families that differ in their memory alone: what is fastest on one is a good choice on the others."""
 
 _FORM = re.compile(r"[ -](\d+GB|HBM\d\w*|PCIe|NVL|SXM\d?)\b.*", re.IGNORECASE)
 
@@ -157,7 +161,7 @@ class Lookup:
 
     Args:
         own: the user's entries.
-        shipped: tables for the GPU's family.
+        shipped: tables for the GPU's family, then those for families with the same processor.
     """
 
     own: Mapping[Key, Entry]
@@ -193,6 +197,12 @@ def family(gpu: str) -> str:
     GPU, as ``"NVIDIA H100 80GB HBM3 MIG 1g.10gb"``, has fewer multiprocessors and is a family of its own.
     """
     return gpu if "MIG" in gpu.split() else _FORM.sub("", gpu)
+
+
+def _shipped_for(gpu: str) -> list[Table]:
+    own = family(gpu)
+    alike = [own, *sorted(name for names in SAME_PROCESSOR if own in names for name in names if name != own)]
+    return [table for name in alike for table in _shipped() if table.gpu == name]
 
 
 @cache
@@ -277,7 +287,7 @@ def _refreshed(gpu: str) -> _Known:
     known = _known.get(gpu)
     if known is None or known.signature != signature:
         own = {**read_own(gpu).entries, **_kept.get(gpu, {})}
-        known = _Known(Lookup(own, [table for table in _shipped() if table.gpu == family(gpu)]), signature, 0.0)
+        known = _Known(Lookup(own, _shipped_for(gpu)), signature, 0.0)
         _known[gpu] = known
     known.until = time.monotonic() + CHECK_SECONDS
     return known

@@ -5,13 +5,13 @@ A variant is a rung of the ladder in kernels_cu/README.md. `VARIANTS` maps its n
 """
 
 from .fp32_variants import Direct, Im2colSgemm, ImplicitGemm, Shared, Winograd
-from .tensor_core_variants import Mma, MmaPatch, Wmma
+from .tensor_core_variants import Mma, MmaPatch, Wgmma, Wmma
 from .variant import NULL, Filter, Operands, Support, Variant
 
 __all__ = ["NULL", "VARIANTS", "Filter", "Operands", "Support", "Variant"]
 
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
-    for variant in (Direct(), Shared(), Im2colSgemm(), ImplicitGemm(), Winograd(), Wmma(), Mma(), MmaPatch())
+    for variant in (Direct(), Shared(), Im2colSgemm(), ImplicitGemm(), Winograd(), Wmma(), Mma(), MmaPatch(), Wgmma())
 }
 """The ladder, from the bottom."""

@@ -26,6 +26,7 @@ STATIC_LIMIT = 48 << 10
 """Bytes of dynamic shared memory a kernel gets without asking."""
 
 _thread = threading.local()
+_allowing = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -134,7 +135,7 @@ def launch(
         waits: whether the kernel waits for earlier ones by itself, so that it may be started early.
     """
     if shared > STATIC_LIMIT:
-        kernel.max_dynamic_shared_size_bytes = shared
+        _allow(kernel, shared)
     if waits and getattr(_thread, "overlapping", False) and _can_overlap():
         _launch_early(kernel, grid, block, arguments, shared)
     else:
@@ -142,6 +143,13 @@ def launch(
     recorded = getattr(_thread, "recorded", None)
     if recorded is not None:
         recorded.append(Launch(kernel, grid, block, tuple(arguments), shared))
+
+
+def _allow(kernel: Any, shared: int) -> None:
+    """Raises what a kernel may have of dynamic shared memory; lowering it would fail launches of other threads."""
+    with _allowing:
+        if kernel.max_dynamic_shared_size_bytes < shared:
+            kernel.max_dynamic_shared_size_bytes = shared
 
 
 def _can_overlap() -> bool:

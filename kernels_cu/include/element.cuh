@@ -137,6 +137,18 @@ __device__ __forceinline__ void store_pair(void* destination, float low, float h
     }
 }
 
+// The reverse.
+template <typename Element>
+__device__ __forceinline__ float2 load_pair(const void* source) {
+    if constexpr (sizeof(Element) == 4) {
+        return *static_cast<const float2*>(source);
+    } else {
+        const unsigned word = *static_cast<const unsigned*>(source);
+        return make_float2(to_float(Element{static_cast<unsigned short>(word)}),
+                           to_float(Element{static_cast<unsigned short>(word >> 16)}));
+    }
+}
+
 __device__ __forceinline__ Chunk load_chunk(const void* source) { return *static_cast<const Chunk*>(source); }
 __device__ __forceinline__ void store_chunk(void* destination, const Chunk& chunk) {
     *static_cast<Chunk*>(destination) = chunk;

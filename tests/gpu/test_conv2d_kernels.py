@@ -22,6 +22,9 @@ SHAPES = conv_shapes(environment.test_data()) if environment.test_data().is_dir(
 EXACT = [pair for pair in PAIRS if pair[0] != "conv2d_winograd"]
 """Pairs that let a NaN reach exactly its receptive field (but see fp32-tc below)."""
 
+NARROW = ("conv2d_winograd", "conv2d_mma_patch", "conv2d_wgmma")
+"""Variants that solve few problems."""
+
 TENSOR_CORES = [pair for pair in PAIRS if PRECISIONS[pair[1]].tensor_cores]
 
 drawn = settings(
@@ -92,13 +95,17 @@ def test_exact_on_small_integers_with_every_epilogue(name: str, guarded: Any) ->
                 failures += on_device.failures(variant, config, expected, **epilogue)
         del on_device  # before the next takes as much memory
     assert not failures, "\n".join(failures)
-    assert launched >= {pair for pair in PAIRS if pair[0] not in ("conv2d_winograd", "conv2d_mma_patch")}
+    assert launched >= {pair for pair in PAIRS if pair[0] not in NARROW}
 
 
 def in_reach(variant: str, problem: Conv2dProblem) -> Conv2dProblem:
     """A drawn problem, changed to one that the variant solves where it solves few of them."""
-    if variant not in ("conv2d_winograd", "conv2d_mma_patch"):
+    if variant not in NARROW:
         return problem
+    if variant == "conv2d_wgmma":
+        channels = 128 // problem.arithmetic.element_size
+        C, K = -(-problem.C // channels) * channels, (problem.K + 7) // 8 * 8
+        return replace(problem, groups=1, C=C, K=K)
     sizes = {"stride_h": 1, "stride_w": 1, "dilation_h": 1, "dilation_w": 1, "groups": 1}
     if variant == "conv2d_mma_patch":
         sizes |= {"C": (problem.C + 7) // 8 * 8, "K": (problem.K + 7) // 8 * 8}
@@ -158,7 +165,7 @@ def test_the_reference_is_torchs_convolution(case: ConvCase) -> None:
 def test_a_non_finite_pixel_reaches_exactly_its_receptive_field(variant: str, precision: str) -> None:
     import cupy
 
-    for C, K in ((8, 16), (7, 9)):  # loaded by 16 bytes, and element by element
+    for C, K in ((64, 16), (8, 16), (7, 9)):  # loaded by 128 bytes, by 16, and element by element
         problem = Conv2dProblem(N=2, H=12, W=12, C=C, K=K, R=3, S=3, pad_h=1, pad_w=1, precision=precision)
         case = ConvCase(problem, relu=True)
         for value in (np.nan, np.inf, -np.inf):
@@ -174,7 +181,7 @@ def test_a_non_finite_pixel_reaches_exactly_its_receptive_field(variant: str, pr
             assert np.isfinite(expected[1]).all()
             filter = Filter(stored(cupy.asarray(arrays["weight"]), precision))
             if not VARIANTS[variant].supports(problem, H100)[0]:
-                assert (variant, C) == ("conv2d_mma_patch", 7)
+                assert (variant, C) in {("conv2d_mma_patch", 7), ("conv2d_wgmma", 8), ("conv2d_wgmma", 7)}
                 continue
             for config in VARIANTS[variant].candidates(problem, H100):
                 y = cupy.empty(problem.output_shape, problem.arithmetic.storage)
@@ -206,6 +213,7 @@ def test_winograd_spreads_a_nan_over_its_tiles_and_no_further() -> None:
 
 LARGE = {
     "input beyond 2^31": Conv2dProblem(N=514, H=256, W=256, C=64, K=8, R=1, S=1, stride_h=4, stride_w=4),
+    "input beyond 2^31, stride 1": Conv2dProblem(N=514, H=256, W=256, C=64, K=8, R=1, S=1),
     "output beyond 2^31": Conv2dProblem(N=514, H=256, W=256, C=8, K=64, R=1, S=1),
     "output beyond 2^31, unaligned": Conv2dProblem(N=514, H=256, W=256, C=4, K=64, R=1, S=1),
     "input beyond 2^31, unaligned": Conv2dProblem(N=514, H=256, W=256, C=64, K=4, R=1, S=1, stride_h=4, stride_w=4),
@@ -216,7 +224,8 @@ BEYOND = [
     (name, variant, precision)
     for name in LARGE
     for variant, precision in EXACT
-    if precision == "fp16" or (precision == "fp32" and "unaligned" not in name)
+    if precision == "fp16" or (precision == "fp32" and "unaligned" not in name and "stride 1" not in name)
+    if VARIANTS[variant].supports(replace(LARGE[name], precision=precision), H100)[0]
 ]
 
 

@@ -1,5 +1,6 @@
 """Whole networks on the CUDA engine: torch's answers on real photographs, and the NumPy engine's on everything."""
 
+import gc
 import threading
 from functools import lru_cache
 from pathlib import Path
@@ -244,6 +245,7 @@ def test_close_returns_the_memory(precision: str, itemsize: int) -> None:
     state = random_weights("resnet50", seed=0)
     filters = itemsize * sum(array.size for array in state.values() if array.ndim == 4)
     pool = cupy.get_default_memory_pool()
+    gc.collect()  # models of tests before this one
     before = pool.used_bytes()
     model = cupy_resnet.load("resnet50", weights=state, engine="cuda", precision=precision)
     model.warmup(8)

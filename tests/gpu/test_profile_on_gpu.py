@@ -94,7 +94,7 @@ def undisturbed(clock: CudaClock, model: cupy_resnet.Model, x: Any) -> float:
     return 1e6 * min(clock.alone(lambda: model(x))[1] for _ in range(30))
 
 
-CONVOLUTIONS = {"fp32": {"conv2d_implicit_gemm"}, "fp16": {"conv2d_mma", "conv2d_mma_patch"}}
+CONVOLUTIONS = {"fp32": {"conv2d_implicit_gemm"}, "fp16": {"conv2d_mma", "conv2d_mma_patch", "conv2d_wgmma"}}
 """The kernels whose arithmetic is that of the direct convolution."""
 
 
@@ -122,7 +122,9 @@ def test_a_network(limits: Ceilings, fuse: bool, precision: str) -> None:
     # Nothing is much faster than its roof; Winograd saves up to 2.25 of the arithmetic, and L2 holds small tensors.
     convolutions = [op for op in result.ops if op.kernel in CONVOLUTIONS[precision]]
     assert convolutions
-    assert all(op.percent_of_bound > 5 for op in convolutions), [op.percent_of_bound for op in convolutions]
+    # The classifier's few rows and the three channels of a stem without a kernel of its own leave most threads idle.
+    slow = {op.layer: (op.kernel, op.percent_of_bound) for op in convolutions if op.percent_of_bound <= 5}
+    assert slow.keys() <= {"fc", "conv1"}, slow
     # Of the shortcuts' input, which the bound counts whole, a 1×1 filter of stride 2 reads a quarter.
     shares = [op.percent_of_bound for op in convolutions if ".downsample." not in op.layer]
     assert max(shares) < 115, shares

@@ -108,7 +108,7 @@ MISTAKES = {
         *({"kernel": "conv2d_direct"}, {"layer4.0", "layer4.1"}),
     ),
     "epsilon": (
-        *("batch_norm2d.cu", "(var[c] + eps)", "(var[c] + (C == 256 ? 0.1f : eps))"),
+        *("batch_norm2d.cu", "(variances[v] + eps)", "(variances[v] + (C == 256 ? 0.1f : eps))"),
         *({"fuse": False, "precision": "fp32"}, {"layer3.0", "layer3.1"}),
     ),
     "padding of the pool": ("pool2d.cuh", "- params.pad_w", "- params.pad_w + 1", {"precision": "fp32"}, {"stem"}),
@@ -125,9 +125,12 @@ MISTAKES = {
         *("implicit_gemm.cuh", "params.stride_w - params.pad_w", "params.stride_w - params.pad_w - (params.C == 512)"),
         *({"kernel": "conv2d_mma"}, {"layer4.0", "layer4.1"}),
     ),
-    "padding of the stem": ("conv2d_stem.cu", "w0 = 2 * q0 - 3", "w0 = 2 * q0 - 2", {"precision": "fp16"}, {"stem"}),
+    "padding of the stem": (
+        *("conv2d_stem.cu", "2 * (2 * tile.q0 - 1) - 3;", "2 * (2 * tile.q0 - 1) - 2;"),
+        *({"precision": "fp16"}, {"stem"}),
+    ),
     "padding of the stem's pool": (
-        *("conv2d_stem.cu", "&& q >= 0 &&", "&&"),
+        *("conv2d_stem.cu", "{q > 0 ? 0 : 1,", "{0,"),
         *({"precision": "fp16"}, {"stem"}),
     ),
 }
@@ -150,6 +153,7 @@ def test_a_broken_kernel_is_located(
 def test_a_mistake_in_any_kernels_epilogue_is_found(reference: Recording, spoil: Spoil, kernel: str) -> None:
     """The shortcut is forgotten for the last few of 512 filters."""
     spoil("epilogue.cuh", "if (residual) accumulator", "if (residual && k < 508) accumulator")
+    spoil("conv2d_wgmma.cu", "pair[0] + biases.x + shortcut.x", "pair[0] + biases.x + (k < 504 ? shortcut.x : 0.0f)")
     for file in ("mma_tile.cuh", "conv2d_wmma.cu"):
         forgetful = "(k < 504 ? epilogue : Epilogue8<ELEMENT>{epilogue.bias, nullptr, epilogue.with_relu})"
         spoil(file, "epilogue.load_residual<", f"{forgetful}.load_residual<")
