@@ -82,6 +82,7 @@ ARROWS = {
     "engines.cuda.forms": {"conv2d"},
     "engines.cuda.layout": {"conv2d", "jit"},
     "engines.cuda.pooling": {"jit"},
+    "engines.cuda.prefetching": {"jit"},
     "conv2d": set(),
     "conv2d.fp32_variants": {"jit"},
     "conv2d.tensor_core_variants": {"jit"},

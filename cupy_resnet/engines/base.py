@@ -90,6 +90,7 @@ class Ops(Protocol):
         groups: int = 1,
         residual: Array | None = None,
         relu: bool = False,
+        overwrite_residual: bool = False,
     ) -> Array:
         """Forward convolution with its epilogue: ``relu(conv(x, weight) + bias + residual)``.
 
@@ -100,6 +101,7 @@ class Ops(Protocol):
             residual: (N, P, Q, K) activations or None, added before the ReLU.
             stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``; padding is symmetric.
             relu: whether to end with ReLU.
+            overwrite_residual: whether the result may take the memory of `residual`, which nobody needs any more.
 
         Returns:
             (N, P, Q, K) activations.

@@ -114,6 +114,7 @@ class NumpyEngine:
         groups: int = 1,
         residual: np.ndarray | None = None,
         relu: bool = False,
+        overwrite_residual: bool = False,
     ) -> np.ndarray:
         """``relu(conv(x, weight) + bias + residual)``: (N, H, W, C), (K, R, S, C/groups) to (N, P, Q, K)."""
         self._check("conv2d", x=x, weight=weight, bias=bias, residual=residual)

@@ -147,6 +147,7 @@ class ShapeEngine:
         groups: int = 1,
         residual: ShapeArray | None = None,
         relu: bool = False,
+        overwrite_residual: bool = False,
     ) -> ShapeArray:
         """(N, H, W, C), (K, R, S, C/groups) to (N, P, Q, K)."""
         geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}

@@ -24,15 +24,15 @@ class OptionABlock(Block):
     conv1: Conv2d
     conv2: Conv2d
 
-    def __call__(self, ops: "Ops", x: "Array") -> "Array":
-        """(N, H, W, C) to (N, P, Q, K)."""
+    def __call__(self, ops: "Ops", x: "Array", *, overwrite: bool = False) -> "Array":
         identity = x
         new_channels = self.conv1.out_channels - self.conv1.in_channels
         if self.conv1.stride != 1 or new_channels:
             before = new_channels // 2
             identity = ops.pad_channels(x, before, new_channels - before, stride=self.conv1.stride)
         y = conv_bn(ops, x, self.conv1, relu=True)
-        return conv_bn(ops, y, self.conv2, residual=identity, relu=True)
+        overwrite = overwrite or identity is not x
+        return conv_bn(ops, y, self.conv2, residual=identity, relu=True, overwrite_residual=overwrite)
 
 
 def build(name: str, *, num_classes: int = 10, in_channels: int = 3) -> Network:

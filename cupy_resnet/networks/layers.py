@@ -102,7 +102,15 @@ class Linear:
         yield f"{self.name}.bias", (self.out_features,)
 
 
-def conv_bn(ops: "Ops", x: "Array", conv: Conv2d, *, residual: "Array | None" = None, relu: bool = False) -> "Array":
+def conv_bn(
+    ops: "Ops",
+    x: "Array",
+    conv: Conv2d,
+    *,
+    residual: "Array | None" = None,
+    relu: bool = False,
+    overwrite_residual: bool = False,
+) -> "Array":
     """Convolution, BatchNorm, residual and ReLU: ``relu(bn(conv(x)) + residual)``.
 
     With BatchNorm folded (``conv.batch_norm is None``) this is one call whose epilogue does everything; otherwise
@@ -114,6 +122,7 @@ def conv_bn(ops: "Ops", x: "Array", conv: Conv2d, *, residual: "Array | None" = 
         conv: a bound layer.
         residual: (N, P, Q, K) or None.
         relu: whether to end with ReLU.
+        overwrite_residual: whether the result may take the memory of `residual`.
 
     Returns:
         (N, P, Q, K).
@@ -129,6 +138,7 @@ def conv_bn(ops: "Ops", x: "Array", conv: Conv2d, *, residual: "Array | None" = 
             groups=conv.groups,
             residual=residual,
             relu=relu,
+            overwrite_residual=overwrite_residual,
         )
     y = ops.conv2d(x, conv.weight, stride=conv.stride, padding=conv.padding, groups=conv.groups)
     y = ops.batch_norm2d(y, bn.weight, bn.bias, bn.running_mean, bn.running_var, eps=bn.eps)

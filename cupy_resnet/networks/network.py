@@ -24,8 +24,14 @@ class LayerMap(Protocol):
 class Block:
     """A residual block: a dataclass whose fields are its convolutions, in torchvision's parameter order, or None."""
 
-    def __call__(self, ops: "Ops", x: "Array") -> "Array":
-        """(N, H, W, C) to (N, P, Q, K)."""
+    def __call__(self, ops: "Ops", x: "Array", *, overwrite: bool = False) -> "Array":
+        """(N, H, W, C) to (N, P, Q, K).
+
+        Args:
+            ops: the engine that the layers are bound to.
+            x: (N, H, W, C).
+            overwrite: whether the result may take the memory of `x`.
+        """
         raise NotImplementedError
 
     def convolutions(self) -> Iterator[Conv2d]:
@@ -123,7 +129,7 @@ class Network:
         if checkpoint is not None:
             checkpoint("stem", x)
         for name, block in self.blocks:
-            x = block(ops, x)
+            x = block(ops, x, overwrite=checkpoint is None)
             if checkpoint is not None:
                 checkpoint(name, x)
         features = ops.global_avg_pool2d(x)

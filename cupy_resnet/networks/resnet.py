@@ -23,11 +23,11 @@ class BasicBlock(Block):
     conv2: Conv2d
     downsample: Conv2d | None = None
 
-    def __call__(self, ops: "Ops", x: "Array") -> "Array":
-        """(N, H, W, C) to (N, P, Q, K)."""
+    def __call__(self, ops: "Ops", x: "Array", *, overwrite: bool = False) -> "Array":
         identity = x if self.downsample is None else conv_bn(ops, x, self.downsample)
         y = conv_bn(ops, x, self.conv1, relu=True)
-        return conv_bn(ops, y, self.conv2, residual=identity, relu=True)
+        overwrite = overwrite or identity is not x
+        return conv_bn(ops, y, self.conv2, residual=identity, relu=True, overwrite_residual=overwrite)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,12 +39,12 @@ class Bottleneck(Block):
     conv3: Conv2d
     downsample: Conv2d | None = None
 
-    def __call__(self, ops: "Ops", x: "Array") -> "Array":
-        """(N, H, W, C) to (N, P, Q, K)."""
+    def __call__(self, ops: "Ops", x: "Array", *, overwrite: bool = False) -> "Array":
         identity = x if self.downsample is None else conv_bn(ops, x, self.downsample)
         y = conv_bn(ops, x, self.conv1, relu=True)
         y = conv_bn(ops, y, self.conv2, relu=True)
-        return conv_bn(ops, y, self.conv3, residual=identity, relu=True)
+        overwrite = overwrite or identity is not x
+        return conv_bn(ops, y, self.conv3, residual=identity, relu=True, overwrite_residual=overwrite)
 
 
 @dataclass(frozen=True)

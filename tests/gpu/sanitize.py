@@ -164,6 +164,7 @@ def launch_operations() -> None:
             logits = ops.linear(features, numbers((10, C), np.float32), numbers((10,), np.float32))
             ops.linear(numbers((1, C), np.float32), numbers((10, C), np.float32))
             ops.softmax(logits)
+            ops.prefetch([Filter(x)])()
 
 
 def run_networks() -> None:

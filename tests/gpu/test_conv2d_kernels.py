@@ -149,6 +149,20 @@ def test_every_aligned_configuration_on_drawn_shapes(
     check_every_configuration(guarded, variant, problem, case)
 
 
+@pytest.mark.parametrize(("variant", "precision"), PAIRS)
+def test_the_output_may_take_the_residuals_memory(variant: str, precision: str, guarded: Any) -> None:
+    problem = Conv2dProblem(N=3, H=30, W=29, C=64, K=72, R=3, S=3, pad_h=1, pad_w=1, precision=precision)
+    case = integer_case(problem, EXACT_UP_TO[precision])
+    expected = case.expected(bias=True, residual=True, relu=True)
+    on_device = OnDevice(guarded, problem, case)
+    for config in VARIANTS[variant].candidates(problem, H100):
+        on_device.y.array[...] = on_device.residual.array
+        y = on_device.y.array
+        operands = Operands(on_device.x.array, on_device.filter, on_device.bias.array, y, y, True)
+        VARIANTS[variant].launch(problem, operands, config)
+        assert bool((loaded(y) == expected).all()), config
+
+
 @drawn
 @given(case=conv_cases())
 def test_the_reference_is_torchs_convolution(case: ConvCase) -> None:

@@ -17,6 +17,7 @@ from . import forms
 from .arrays import THREADS
 from .device import describe_device
 from .layout import Layouts
+from .prefetching import Prefetch
 
 if TYPE_CHECKING:
     import cupy
@@ -41,6 +42,7 @@ class Convolutions(Layouts):
         groups: int = 1,
         residual: Any = None,
         relu: bool = False,
+        overwrite_residual: bool = False,
     ) -> "cupy.ndarray":
         x = self._activation("conv2d", "x", x)
         filter = self._filter("conv2d", weight, x)
@@ -51,7 +53,8 @@ class Convolutions(Layouts):
             problem = checks.conv2d(x, filter.weight, bias, residual=residual, precision=self.precision, **geometry)
             device = describe_device(x.device.id)
             choice = choose(problem, device, self.kernel, self.strict, spread_nan=self.spread_nan)
-            y = self._output("conv2d", problem.output_shape)
+            # Every kernel has read an element of the residual before it writes that of the output, and no other one.
+            y = self._output("conv2d", problem.output_shape, residual if overwrite_residual else None)
             if y.size:
                 operands = Operands(x, filter, bias, residual, y, relu)
                 VARIANTS[choice.variant].launch(problem, operands, choice.config)
@@ -120,6 +123,10 @@ class Convolutions(Layouts):
         pixels, outputs = x.reshape(problem.input_shape), y.reshape(problem.output_shape)
         operands = Operands(pixels, Filter(weight.reshape(problem.filter_shape)), bias, None, outputs, False)
         VARIANTS[choice.variant].launch(problem, operands, choice.config)
+
+    def prefetch(self, filters: Sequence[Filter]) -> Prefetch:
+        """Returns what brings the filters, on the current device, to its L2 cache."""
+        return Prefetch([filter.weight for filter in filters])
 
     def _filter(self, op: str, weight: Any, x: "cupy.ndarray") -> Filter:
         """Returns what `filter` made, or wraps an array that is like it; it must be on the device of `x`."""

@@ -177,6 +177,7 @@ class TorchOps:
         groups: int = 1,
         residual: Any = None,
         relu: bool = False,
+        overwrite_residual: bool = False,
     ) -> Any:
         """``relu(conv(x, weight) + bias + residual)``: (N, C, H, W) to (N, K, P, Q)."""
         y = self._functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
