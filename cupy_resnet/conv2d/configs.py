@@ -262,6 +262,37 @@ class WgmmaConfig:
         return f"{self.tile_m}×{self.tile_n}×{self.tile_k}, {self.stages} stages"
 
 
+@dataclass(frozen=True)
+class WgmmaPatchConfig:
+    """conv2d_wgmma_patch.cu.
+
+    Args:
+        precision: name of the arithmetic.
+        pixels: columns of the transposed product, zeros between rows included.
+    """
+
+    precision: str
+    pixels: int
+
+    FILTERS = 64
+    CHANNELS = 64
+    ROW_BYTES = 128
+    CONSUMERS = 2
+    PATCHES = 2
+    MAX_STAGES = 16
+    threads = 384
+
+    def defines(self) -> dict[str, int | str]:
+        return {
+            "ELEMENT": PRECISIONS[self.precision].element,
+            "PIXELS": self.pixels,
+            "ACCUMULATORS": self.pixels // 2,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.pixels}×{self.FILTERS}×{self.CHANNELS}, patch of the input"
+
+
 SGEMM = (SgemmConfig(4), SgemmConfig(1))
 WINOGRAD = (WinogradConfig(16, unroll=16), WinogradConfig(8, unroll=1))
 IMPLICIT_GEMM = (
@@ -355,3 +386,9 @@ WGMMA_TILES = ((128, 128, 5), (128, 64, 8), (64, 256, 4), (64, 128, 8), (64, 64,
 
 WGMMA = tuple(WgmmaConfig(precision, *tile) for precision in ("fp16", "bf16", "tf32") for tile in WGMMA_TILES)
 """Every form in which conv2d_wgmma is compiled."""
+
+WGMMA_PATCH_PIXELS = (256, 248, 232, 216, 208, 184, 128, 64)
+"""Among them what wastes least of ResNet's maps of 56², 28², 14² and 7² pixels, and of smaller pieces of them."""
+
+WGMMA_PATCH = tuple(WgmmaPatchConfig(precision, n) for precision in ("fp16", "bf16") for n in WGMMA_PATCH_PIXELS)
+"""Every form in which conv2d_wgmma_patch is compiled."""

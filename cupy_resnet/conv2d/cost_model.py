@@ -4,6 +4,7 @@ from . import configs
 from .device import Device
 from .problem import Conv2dProblem
 from .tensor_core_variants import as_merged, shared_memory
+from .wgmma_patch import patch_tile
 
 IMPLICIT_GEMM_EFFICIENCY = {
     (128, 256, 4): 1.04,
@@ -41,6 +42,8 @@ def cost(problem: Conv2dProblem, device: Device, config: configs.Config) -> floa
         return _tensor_core_microseconds(problem, device, config)
     if isinstance(config, configs.WgmmaConfig):
         return _wgmma_microseconds(problem, device, config)
+    if isinstance(config, configs.WgmmaPatchConfig):
+        return _wgmma_patch_microseconds(problem, device, config)
     if isinstance(config, configs.WinogradConfig):
         tiles = problem.N * _ceil(problem.P, 2) * _ceil(problem.Q, 2)
         blocks = _ceil(tiles, config.TILES) * _ceil(problem.K, config.TILE_K)
@@ -105,6 +108,19 @@ def _wgmma_microseconds(problem: Conv2dProblem, device: Device, config: configs.
     per_tile = _ceil(problem.gemm_k, config.tile_k) * per_slice + WGMMA_TILE_MICROSECONDS
     arithmetic = _ceil(tiles, device.sm_count) * per_tile
     return max(arithmetic, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
+
+
+WGMMA_PATCH_SLICE_MICROSECONDS = 0.32
+"""For a slice of 256 pixels × 64 filters × 64 channels: a guess from the instruction's rate."""
+
+
+def _wgmma_patch_microseconds(problem: Conv2dProblem, device: Device, config: configs.WgmmaPatchConfig) -> float:
+    tile = patch_tile(problem, config.pixels, device.shared_memory_per_block)
+    assert tile is not None, "not one of the candidates"
+    tiles = tile.pixel_tiles * _ceil(problem.K, config.FILTERS)
+    slices = problem.R * problem.S * _ceil(problem.C, config.CHANNELS)
+    per_tile = slices * WGMMA_PATCH_SLICE_MICROSECONDS * max(0.3, config.pixels / 256) + WGMMA_TILE_MICROSECONDS
+    return max(_ceil(tiles, device.sm_count) * per_tile, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
 
 
 def _efficiency(problem: Conv2dProblem, config: configs.MmaConfig | configs.WmmaConfig) -> float:

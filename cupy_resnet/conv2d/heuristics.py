@@ -22,7 +22,7 @@ FP32_DEFAULT = "conv2d_implicit_gemm"
 TENSOR_CORE_DEFAULTS = ("conv2d_mma", "conv2d_wmma")
 """The fastest kernels that solve every problem; on tensor cores the first that the GPU supports."""
 
-FAST_WHERE_THEY_APPLY = ("conv2d_mma_patch", "conv2d_wgmma")
+FAST_WHERE_THEY_APPLY = ("conv2d_mma_patch", "conv2d_wgmma", "conv2d_wgmma_patch")
 """Kernels on tensor cores that solve some problems."""
 
 

@@ -60,6 +60,30 @@ def im2col_map(problem: Conv2dProblem, x: "cupy.ndarray", pixels: int) -> np.nda
     )
 
 
+def tensor_map(problem: Conv2dProblem, array: "cupy.ndarray", box: tuple[int, int, int]) -> np.ndarray:
+    """Returns the map of an (N, H, W, C) array in boxes of 128 bytes of channels.
+
+    Args:
+        problem: the convolution.
+        array: C-contiguous.
+        box: its width, height and images.
+
+    Raises:
+        EngineUnavailableError: as above.
+    """
+    size = array.dtype.itemsize
+    N, H, W, C = array.shape
+    return _encode(
+        "cuTensorMapEncodeTiled",
+        problem,
+        array,
+        (C, W, H, N),
+        (C * size, W * C * size, H * W * C * size),
+        _ints(ctypes.c_uint32, _ROW_BYTES // size, *box),
+        _ints(ctypes.c_uint32, 1, 1, 1, 1),
+    )
+
+
 def matrix_map(problem: Conv2dProblem, array: "cupy.ndarray", columns: int, rows: int) -> np.ndarray:
     """Returns the map of a C-contiguous array, seen as a matrix of `columns` columns, in boxes of 128 bytes × `rows`.
 

@@ -7,11 +7,23 @@ A variant is a rung of the ladder in kernels_cu/README.md. `VARIANTS` maps its n
 from .fp32_variants import Direct, Im2colSgemm, ImplicitGemm, Shared, Winograd
 from .tensor_core_variants import Mma, MmaPatch, Wgmma, Wmma
 from .variant import NULL, Filter, Operands, Support, Variant
+from .wgmma_patch import WgmmaPatch
 
 __all__ = ["NULL", "VARIANTS", "Filter", "Operands", "Support", "Variant"]
 
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
-    for variant in (Direct(), Shared(), Im2colSgemm(), ImplicitGemm(), Winograd(), Wmma(), Mma(), MmaPatch(), Wgmma())
+    for variant in (
+        Direct(),
+        Shared(),
+        Im2colSgemm(),
+        ImplicitGemm(),
+        Winograd(),
+        Wmma(),
+        Mma(),
+        MmaPatch(),
+        Wgmma(),
+        WgmmaPatch(),
+    )
 }
 """The ladder, from the bottom."""

@@ -46,6 +46,12 @@ __device__ __forceinline__ void fetch_box(unsigned destination, const TensorMap&
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
             destination), "l"(&map), "r"(barrier), "r"(column), "r"(row) : "memory");
 }
+// Fetches a box of an NHWC tensor; what lies outside of the tensor comes as zeros.
+__device__ __forceinline__ void fetch_box(unsigned destination, const TensorMap& map, unsigned barrier, int c, int w, int h, int n) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+            destination), "l"(&map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n) : "memory");
+}
 // Brings a box of a matrix to L2.
 __device__ __forceinline__ void prefetch_box(const TensorMap& map, int column, int row) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row) : "memory");
@@ -55,6 +61,10 @@ __device__ __forceinline__ void prefetch_box(const TensorMap& map, int column, i
 __device__ __forceinline__ void store_box(const TensorMap& map, unsigned source, int column, int row) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(source),
                  "r"(column), "r"(row) : "memory");
+}
+__device__ __forceinline__ void store_box(const TensorMap& map, unsigned source, int c, int w, int h, int n) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map), "r"(source),
+                 "r"(c), "r"(w), "r"(h), "r"(n) : "memory");
 }
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all that this thread has begun to store is read, so that its source may be overwritten.

@@ -23,55 +23,95 @@ __device__ __forceinline__ void warpgroup_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// sums = a · b, or sums += a · b if `accumulate`, for 64 rows and N columns.
+// sums = a · b, or sums += a · b if `accumulate`, for 64 rows and N columns; a header that needs another N than those below
+// instantiates WARPGROUP_MMA for it.
 template <typename Element, int N>
 __device__ __forceinline__ void warpgroup_mma(float (&sums)[N / 2], unsigned long long a, unsigned long long b, bool accumulate);
 
-// The accumulators of N = 64, 128 and 256 in the text of an instruction, and as its operands.
-#define REGISTERS_32 \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define REGISTERS_64 \
-    REGISTERS_32 ", " \
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define REGISTERS_128 \
-    REGISTERS_64 ", " \
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
-    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define SUMS_8(i) \
-    "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), "+f"(sums[i + 5]), \
-        "+f"(sums[i + 6]), "+f"(sums[i + 7])
-#define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
-#define SUMS_64 SUMS_32(0), SUMS_32(32)
-#define SUMS_128 SUMS_64, SUMS_32(64), SUMS_32(96)
+// The accumulators in the text of an instruction, four at a time, and as its operands. They follow the three others, which
+// are given as if they were written, so that numbers do not depend on N.
+#define REGISTERS_4 "%3, %4, %5, %6"
+#define REGISTERS_8 REGISTERS_4 ", %7, %8, %9, %10"
+#define REGISTERS_12 REGISTERS_8 ", %11, %12, %13, %14"
+#define REGISTERS_16 REGISTERS_12 ", %15, %16, %17, %18"
+#define REGISTERS_20 REGISTERS_16 ", %19, %20, %21, %22"
+#define REGISTERS_24 REGISTERS_20 ", %23, %24, %25, %26"
+#define REGISTERS_28 REGISTERS_24 ", %27, %28, %29, %30"
+#define REGISTERS_32 REGISTERS_28 ", %31, %32, %33, %34"
+#define REGISTERS_36 REGISTERS_32 ", %35, %36, %37, %38"
+#define REGISTERS_40 REGISTERS_36 ", %39, %40, %41, %42"
+#define REGISTERS_44 REGISTERS_40 ", %43, %44, %45, %46"
+#define REGISTERS_48 REGISTERS_44 ", %47, %48, %49, %50"
+#define REGISTERS_52 REGISTERS_48 ", %51, %52, %53, %54"
+#define REGISTERS_56 REGISTERS_52 ", %55, %56, %57, %58"
+#define REGISTERS_60 REGISTERS_56 ", %59, %60, %61, %62"
+#define REGISTERS_64 REGISTERS_60 ", %63, %64, %65, %66"
+#define REGISTERS_68 REGISTERS_64 ", %67, %68, %69, %70"
+#define REGISTERS_72 REGISTERS_68 ", %71, %72, %73, %74"
+#define REGISTERS_76 REGISTERS_72 ", %75, %76, %77, %78"
+#define REGISTERS_80 REGISTERS_76 ", %79, %80, %81, %82"
+#define REGISTERS_84 REGISTERS_80 ", %83, %84, %85, %86"
+#define REGISTERS_88 REGISTERS_84 ", %87, %88, %89, %90"
+#define REGISTERS_92 REGISTERS_88 ", %91, %92, %93, %94"
+#define REGISTERS_96 REGISTERS_92 ", %95, %96, %97, %98"
+#define REGISTERS_100 REGISTERS_96 ", %99, %100, %101, %102"
+#define REGISTERS_104 REGISTERS_100 ", %103, %104, %105, %106"
+#define REGISTERS_108 REGISTERS_104 ", %107, %108, %109, %110"
+#define REGISTERS_112 REGISTERS_108 ", %111, %112, %113, %114"
+#define REGISTERS_116 REGISTERS_112 ", %115, %116, %117, %118"
+#define REGISTERS_120 REGISTERS_116 ", %119, %120, %121, %122"
+#define REGISTERS_124 REGISTERS_120 ", %123, %124, %125, %126"
+#define REGISTERS_128 REGISTERS_124 ", %127, %128, %129, %130"
+#define SUMS_4_FROM(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
+#define SUMS_4 SUMS_4_FROM(0)
+#define SUMS_8 SUMS_4, SUMS_4_FROM(4)
+#define SUMS_12 SUMS_8, SUMS_4_FROM(8)
+#define SUMS_16 SUMS_12, SUMS_4_FROM(12)
+#define SUMS_20 SUMS_16, SUMS_4_FROM(16)
+#define SUMS_24 SUMS_20, SUMS_4_FROM(20)
+#define SUMS_28 SUMS_24, SUMS_4_FROM(24)
+#define SUMS_32 SUMS_28, SUMS_4_FROM(28)
+#define SUMS_36 SUMS_32, SUMS_4_FROM(32)
+#define SUMS_40 SUMS_36, SUMS_4_FROM(36)
+#define SUMS_44 SUMS_40, SUMS_4_FROM(40)
+#define SUMS_48 SUMS_44, SUMS_4_FROM(44)
+#define SUMS_52 SUMS_48, SUMS_4_FROM(48)
+#define SUMS_56 SUMS_52, SUMS_4_FROM(52)
+#define SUMS_60 SUMS_56, SUMS_4_FROM(56)
+#define SUMS_64 SUMS_60, SUMS_4_FROM(60)
+#define SUMS_68 SUMS_64, SUMS_4_FROM(64)
+#define SUMS_72 SUMS_68, SUMS_4_FROM(68)
+#define SUMS_76 SUMS_72, SUMS_4_FROM(72)
+#define SUMS_80 SUMS_76, SUMS_4_FROM(76)
+#define SUMS_84 SUMS_80, SUMS_4_FROM(80)
+#define SUMS_88 SUMS_84, SUMS_4_FROM(84)
+#define SUMS_92 SUMS_88, SUMS_4_FROM(88)
+#define SUMS_96 SUMS_92, SUMS_4_FROM(92)
+#define SUMS_100 SUMS_96, SUMS_4_FROM(96)
+#define SUMS_104 SUMS_100, SUMS_4_FROM(100)
+#define SUMS_108 SUMS_104, SUMS_4_FROM(104)
+#define SUMS_112 SUMS_108, SUMS_4_FROM(108)
+#define SUMS_116 SUMS_112, SUMS_4_FROM(112)
+#define SUMS_120 SUMS_116, SUMS_4_FROM(116)
+#define SUMS_124 SUMS_120, SUMS_4_FROM(120)
+#define SUMS_128 SUMS_124, SUMS_4_FROM(124)
 
-#define WARPGROUP_MMA(ELEMENT, N, SHAPE_AND_TYPES, LAYOUTS, REGISTERS, SUMS, A, B, ACCUMULATE) \
-    template <> \
-    __device__ __forceinline__ void warpgroup_mma<ELEMENT, N>(float (&sums)[N / 2], unsigned long long a, \
-                                                              unsigned long long b, bool accumulate) { \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned." SHAPE_AND_TYPES \
-                     " {" REGISTERS "}, " A ", " B ", p, 1, 1" LAYOUTS "; }" \
-                     : SUMS \
-                     : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))); \
+#define WARPGROUP_MMA(ELEMENT, N, ACCUMULATORS, DEPTH_AND_TYPES, LAYOUTS)                                                     \
+    template <>                                                                                                              \
+    __device__ __forceinline__ void warpgroup_mma<ELEMENT, N>(float (&sums)[N / 2], unsigned long long a,                    \
+                                                              unsigned long long b, bool accumulate) {                       \
+        int added = accumulate;                                                                                              \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; wgmma.mma_async.sync.aligned.m64n" #N DEPTH_AND_TYPES            \
+                     " {" REGISTERS_##ACCUMULATORS "}, %0, %1, p, 1, 1" LAYOUTS "; }"                                        \
+                     : "+l"(a), "+l"(b), "+r"(added), SUMS_##ACCUMULATORS);                                                  \
     }
-WARPGROUP_MMA(Half, 64, "m64n64k16.f32.f16.f16", ", 0, 0", REGISTERS_32, SUMS_32(0), "%32", "%33", "%34")
-WARPGROUP_MMA(Half, 128, "m64n128k16.f32.f16.f16", ", 0, 0", REGISTERS_64, SUMS_64, "%64", "%65", "%66")
-WARPGROUP_MMA(Half, 256, "m64n256k16.f32.f16.f16", ", 0, 0", REGISTERS_128, SUMS_128, "%128", "%129", "%130")
-WARPGROUP_MMA(BFloat16, 64, "m64n64k16.f32.bf16.bf16", ", 0, 0", REGISTERS_32, SUMS_32(0), "%32", "%33", "%34")
-WARPGROUP_MMA(BFloat16, 128, "m64n128k16.f32.bf16.bf16", ", 0, 0", REGISTERS_64, SUMS_64, "%64", "%65", "%66")
-WARPGROUP_MMA(BFloat16, 256, "m64n256k16.f32.bf16.bf16", ", 0, 0", REGISTERS_128, SUMS_128, "%128", "%129", "%130")
-WARPGROUP_MMA(float, 64, "m64n64k8.f32.tf32.tf32", "", REGISTERS_32, SUMS_32(0), "%32", "%33", "%34")
-WARPGROUP_MMA(float, 128, "m64n128k8.f32.tf32.tf32", "", REGISTERS_64, SUMS_64, "%64", "%65", "%66")
-WARPGROUP_MMA(float, 256, "m64n256k8.f32.tf32.tf32", "", REGISTERS_128, SUMS_128, "%128", "%129", "%130")
+#define WARPGROUP_MMA_OF_BYTES_2(N, ACCUMULATORS)                                \
+    WARPGROUP_MMA(Half, N, ACCUMULATORS, "k16.f32.f16.f16", ", 0, 0")            \
+    WARPGROUP_MMA(BFloat16, N, ACCUMULATORS, "k16.f32.bf16.bf16", ", 0, 0")
+#define WARPGROUP_MMA_OF_ALL(N, ACCUMULATORS)                                    \
+    WARPGROUP_MMA_OF_BYTES_2(N, ACCUMULATORS)                                    \
+    WARPGROUP_MMA(float, N, ACCUMULATORS, "k8.f32.tf32.tf32", "")
 
-#undef REGISTERS_32
-#undef REGISTERS_64
-#undef REGISTERS_128
-#undef SUMS_8
-#undef SUMS_32
-#undef SUMS_64
-#undef SUMS_128
-#undef WARPGROUP_MMA
+WARPGROUP_MMA_OF_ALL(64, 32)
+WARPGROUP_MMA_OF_ALL(128, 64)
+WARPGROUP_MMA_OF_ALL(256, 128)

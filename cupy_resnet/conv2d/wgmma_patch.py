@@ -1,0 +1,193 @@
+"""conv2d_wgmma_patch: which pixels make a tile, and its launch."""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from functools import cache, lru_cache
+
+import numpy as np
+
+from .. import jit
+from . import configs, tensor_maps
+from .device import Device
+from .params import conv2d_params
+from .problem import Conv2dProblem
+from .tensor_core_variants import multiprocessors
+from .variant import Operands, Support, Variant, blocks
+
+STATIC_SHARED = 1024
+"""Bytes for the barriers, so that what follows is aligned to as much."""
+
+_ALIGNMENT = 1024
+_MAX_BOX = 256
+_MIN_STAGES = 3
+
+
+@dataclass(frozen=True)
+class PatchTile:
+    """The struct of this name in the kernel, all 32-bit ints: how the output is cut into tiles.
+
+    Args:
+        images: whole images per tile, if more than one.
+        rows: of the output, per image.
+        columns: of the patch: W + pad_w, each row of pixels behind pad_w zeros, which also end the row before.
+        patch_rows: rows of the patch per image.
+        row_tiles: tiles per image.
+        pixel_tiles: tiles in all, for 64 filters.
+        box_bytes: of a patch as it is fetched.
+        patch_bytes: of its place, with the zeros behind it.
+        store_bytes: of a tile as it is stored.
+        staged_bytes: of its place.
+        num_stages: slices of the filter in shared memory.
+    """
+
+    images: int
+    rows: int
+    columns: int
+    patch_rows: int
+    row_tiles: int
+    pixel_tiles: int
+    box_bytes: int
+    patch_bytes: int
+    store_bytes: int
+    staged_bytes: int
+    num_stages: int
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of dynamic shared memory per block."""
+        config = configs.WgmmaPatchConfig
+        places = config.PATCHES * self.patch_bytes + config.CONSUMERS * self.staged_bytes
+        return places + self.num_stages * config.FILTERS * config.ROW_BYTES
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows per image of the box that is stored, those of zeros included: they lie outside of the output."""
+        return self.rows if self.images == 1 else self.patch_rows
+
+
+@lru_cache(maxsize=4096)
+def patch_tile(problem: Conv2dProblem, pixels: int, shared_limit: int) -> PatchTile | None:
+    """Returns the largest tile whose pixels and zeros are at most `pixels` columns, or None where there is none.
+
+    Args:
+        problem: a convolution that keeps the size.
+        pixels: columns of the product.
+        shared_limit: bytes of dynamic shared memory that a block may have.
+    """
+    row_bytes = configs.WgmmaPatchConfig.ROW_BYTES
+    columns = problem.W + problem.pad_w
+    whole = (problem.H - 1) * columns + problem.W
+    if whole <= pixels:
+        images = 1 + (pixels - whole) // ((problem.H + problem.pad_h) * columns)
+        images, rows = min(images, problem.N), problem.H
+    elif pixels >= problem.W:
+        most = 1 + (pixels - problem.W) // columns
+        images, rows = 1, blocks(problem.H, blocks(problem.H, most))  # as even as they come
+    else:
+        return None
+    patch_rows = rows + 2 * problem.pad_h if images == 1 else problem.H + problem.pad_h
+    if max(columns, patch_rows, images) > _MAX_BOX:
+        return None
+    zeros = (problem.pad_h * columns if images > 1 else 0) + problem.pad_w
+    box = images * patch_rows * columns
+    stored = images * (rows if images == 1 else patch_rows) * columns
+    patch_bytes, staged_bytes = _aligned((box + zeros) * row_bytes), _aligned(max(stored, pixels) * row_bytes)
+    places = configs.WgmmaPatchConfig.PATCHES * patch_bytes + configs.WgmmaPatchConfig.CONSUMERS * staged_bytes
+    stage = configs.WgmmaPatchConfig.FILTERS * row_bytes
+    num_stages = min(configs.WgmmaPatchConfig.MAX_STAGES, (shared_limit - STATIC_SHARED - places) // stage)
+    if num_stages < _MIN_STAGES:
+        return None
+    row_tiles = blocks(problem.H, rows)
+    return PatchTile(
+        images=images,
+        rows=rows,
+        columns=columns,
+        patch_rows=patch_rows,
+        row_tiles=row_tiles,
+        pixel_tiles=blocks(problem.N, images) * row_tiles,
+        box_bytes=box * row_bytes,
+        patch_bytes=patch_bytes,
+        store_bytes=stored * row_bytes,
+        staged_bytes=staged_bytes,
+        num_stages=num_stages,
+    )
+
+
+class WgmmaPatch(Variant):
+    """conv2d_wgmma_patch: conv2d_wgmma with the input of a tile in shared memory."""
+
+    name = "conv2d_wgmma_patch"
+    precisions = ("fp16", "bf16")
+    sources = ("conv2d_wgmma_patch",)
+
+    def supports(self, problem: Conv2dProblem, device: Device) -> Support:
+        if device.compute_capability != (9, 0):
+            return False, f"needs compute capability 9.0, {device.name} has {device.number}"
+        if problem.groups != 1:
+            return False, f"needs groups 1, not {problem.groups}"
+        supported, why_not = super().supports(problem, device)
+        if not supported:
+            return False, why_not
+        steps = (problem.stride_h, problem.stride_w, problem.dilation_h, problem.dilation_w)
+        if steps != (1, 1, 1, 1):
+            return False, "needs stride 1 and dilation 1"
+        if (2 * problem.pad_h + 1, 2 * problem.pad_w + 1) != (problem.R, problem.S):
+            return False, f"needs a padding that keeps the size with a filter of {problem.R}×{problem.S}"
+        if problem.C % configs.WgmmaPatchConfig.CHANNELS or problem.K % 8:
+            return False, f"needs C a multiple of 64 and K of 8, not {problem.C} and {problem.K}"
+        if not self.candidates(problem, device):
+            return False, f"needs more shared memory for rows of {problem.W} pixels than {device.name} has"
+        return True, ""
+
+    def configurations(self) -> Sequence[configs.WgmmaPatchConfig]:
+        return configs.WGMMA_PATCH
+
+    def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.WgmmaPatchConfig]:
+        """Of the forms that hold the same tile the narrowest."""
+        narrowest = {}
+        for config in configs.WGMMA_PATCH:
+            if config.precision == problem.precision:
+                tile = patch_tile(problem, config.pixels, device.shared_memory_per_block)
+                if tile is not None:
+                    narrowest[tile.images, tile.rows] = config
+        return list(narrowest.values())
+
+    def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.WgmmaPatchConfig) -> None:
+        kernel = jit.get_function(self.name, defines=config.defines())
+        tile = patch_tile(problem, config.pixels, shared_limit())
+        assert tile is not None, "not one of the candidates"
+        patch = (tile.columns, tile.patch_rows, tile.images)
+        stored = (tile.columns, tile.stored_rows, tile.images)
+        residuals = tensor_maps.NONE
+        if operands.residual is not None:
+            residuals = tensor_maps.tensor_map(problem, operands.residual, stored)
+        arguments = (
+            tensor_maps.tensor_map(problem, operands.x, patch),
+            tensor_maps.matrix_map(problem, operands.filter.weight, problem.gemm_k, config.FILTERS),
+            residuals,
+            tensor_maps.tensor_map(problem, operands.y, stored),
+            *operands.tail()[:2],
+            np.array(astuple(tile), np.int32).view(f"V{4 * len(astuple(tile))}"),
+            conv2d_params(problem, operands.relu),
+        )
+        tiles = tile.pixel_tiles * blocks(problem.K, config.FILTERS)
+        grid = (min(tiles, multiprocessors()),)
+        jit.launch(kernel, grid, (config.threads,), arguments, shared=tile.shared_memory, waits=True)
+
+
+def shared_limit() -> int:
+    """Returns how many bytes of dynamic shared memory a block may have on the current device."""
+    import cupy
+
+    return _shared_limit_of(cupy.cuda.runtime.getDevice())
+
+
+@cache
+def _shared_limit_of(device: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
+
+
+def _aligned(size: int) -> int:
+    return blocks(size, _ALIGNMENT) * _ALIGNMENT
