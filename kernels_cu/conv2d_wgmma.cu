@@ -7,7 +7,8 @@
 // Layouts    x NHWC, filter KRSC, residual and y NPQK, all ELEMENT; bias K in fp32.
 // Grid       x: one block per multiprocessor, or fewer; tiles are taken in turn, filters fastest.
 //            Block 384 threads: a producer warpgroup, of which one thread works, and two consumers.
-// Shared     NUM_STAGES · (TILE_M + TILE_N) · 128 + 2 · TILE_M · TILE_N · 2 bytes (without the latter for TF32), dynamic.
+// Shared     NUM_STAGES · (TILE_M + TILE_N) · 128 + 2 · BUFFERS · TILE_M · TILE_N · 2 bytes (without the latter for TF32),
+//            dynamic.
 // Requires   C a multiple of 128 bytes, K of 16 bytes.
 // This rung  against conv2d_mma: nobody computes addresses, nobody holds operands in registers. One thread asks for boxes of
 //            the input (in im2col mode the hardware itself walks the output's pixels and fills in the padding) and of the
@@ -24,6 +25,7 @@
 #define TILE_M 128      // pixels per tile: a multiple of 64
 #define TILE_N 128      // filters per tile: 64, 128 or 256
 #define NUM_STAGES 5    // slices of both operands in shared memory
+#define BUFFERS 1       // tiles of each consumer on their way to and from memory: with 2 the next residual comes early
 #endif
 
 constexpr int CONSUMERS = 2, WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
@@ -39,7 +41,7 @@ static_assert(TILE_M % 64 == 0 && (!STAGED || TILE_N % SLICE_CHANNELS == 0), "wh
 struct Barriers {
     unsigned long long full[NUM_STAGES], empty[NUM_STAGES];  // of the stages
     unsigned long long turn[CONSUMERS];                      // the other consumer's products of this turn are all issued
-    unsigned long long residual[CONSUMERS];                  // the residual of a consumer's tile has come
+    unsigned long long residual[CONSUMERS][BUFFERS];         // the residual of a consumer's tile has come
 };
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
@@ -140,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         for (int i = 0; i < CONSUMERS; ++i) {
             barrier_init(shared_address(&barriers.turn[i]), 1);
-            barrier_init(shared_address(&barriers.residual[i]), 1);
+            for (int j = 0; j < BUFFERS; ++j) barrier_init(shared_address(&barriers.residual[i][j]), 1);
         }
         barrier_init_done();
     }
@@ -159,26 +161,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int consumer = warpgroup - 1, lane = threadIdx.x % 32, row0 = threadIdx.x % WARPGROUP / 32 * 16 + lane / 4;
     const bool elected = threadIdx.x % WARPGROUP == 0;
-    unsigned char* const staged = shared + NUM_STAGES * STAGE_BYTES + consumer * BOXES * BOX_BYTES;
+    unsigned char* const staged_tiles = shared + NUM_STAGES * STAGE_BYTES + consumer * BUFFERS * BOXES * BOX_BYTES;
+    // Asks for the residual of this consumer's tile of a turn, once the place is free.
+    const auto fetch_residual = [&](int turn, int tile) {
+        if (!STAGED || !elected) return;
+        store_wait();
+        if (!residual || tile >= tiles) return;
+        const unsigned barrier = shared_address(&barriers.residual[consumer][turn % BUFFERS]);
+        const unsigned place = shared_address(staged_tiles) + turn % BUFFERS * BOXES * BOX_BYTES;
+        barrier_arrive_expecting(barrier, BOXES * BOX_BYTES);
+        for (int i = 0; i < BOXES; ++i) {
+            fetch_box(place + i * BOX_BYTES, residuals, barrier, tile % tiles_n * TILE_N + i * SLICE_CHANNELS,
+                      tile / tiles_n * TILE_M);
+        }
+    };
     Place place{0, 0};
     if (consumer == 1) place.advance(slices % (2 * NUM_STAGES));
-    int turn = 0;
-    for (int tile = blockIdx.x + consumer * gridDim.x; tile < tiles; tile += CONSUMERS * gridDim.x, ++turn) {
+    const int step = CONSUMERS * gridDim.x;
+    int turn = 0, tile = blockIdx.x + consumer * gridDim.x;
+    if (BUFFERS == 2) fetch_residual(0, tile);
+    for (; tile < tiles; tile += step, ++turn) {
         const int m0 = tile / tiles_n * TILE_M, n0 = tile % tiles_n * TILE_N;
-        if (STAGED && elected) {
-            store_wait();
-            if (residual) {
-                const unsigned barrier = shared_address(&barriers.residual[consumer]);
-                barrier_arrive_expecting(barrier, BOXES * BOX_BYTES);
-                for (int i = 0; i < BOXES; ++i) {
-                    fetch_box(shared_address(staged) + i * BOX_BYTES, residuals, barrier, n0 + i * SLICE_CHANNELS, m0);
-                }
-            }
-        }
+        unsigned char* const staged = staged_tiles + turn % BUFFERS * BOXES * BOX_BYTES;
+        if (BUFFERS == 1) fetch_residual(turn, tile);
         float sums[BLOCKS_M][TILE_N / 2];
         multiply(sums, barriers, stages, place, slices, consumer, turn + consumer);
         place.advance(slices % (2 * NUM_STAGES));  // those of the other consumer
-        if (STAGED && residual) barrier_wait(shared_address(&barriers.residual[consumer]), turn & 1);
+        if (BUFFERS == 2) fetch_residual(turn + 1, tile + step);
+        if (STAGED && residual) barrier_wait(shared_address(&barriers.residual[consumer][turn % BUFFERS]), turn / BUFFERS & 1);
         if (STAGED && !residual) consumer_sync(consumer);  // the elected thread has waited for the tile before
 
         // Residuals of a few columns at a time are under way before the first of them is stored: y may be the residual.

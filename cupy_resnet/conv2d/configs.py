@@ -228,12 +228,14 @@ class WgmmaConfig:
         precision: name of the arithmetic.
         tile_m, tile_n: pixels and filters per tile.
         stages: slices of both operands in shared memory.
+        buffers: tiles of each consumer on their way to and from memory.
     """
 
     precision: str
     tile_m: int
     tile_n: int
     stages: int
+    buffers: int = 1
 
     ROW_BYTES = 128
     CONSUMERS = 2
@@ -247,7 +249,9 @@ class WgmmaConfig:
     @property
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory per block; tiles of 2-byte elements are stored by way of it."""
-        staged = self.CONSUMERS * self.tile_m * self.tile_n * 2 if PRECISIONS[self.precision].element_size == 2 else 0
+        staged = self.CONSUMERS * self.buffers * self.tile_m * self.tile_n * 2
+        if PRECISIONS[self.precision].element_size != 2:
+            staged = 0
         return self.stages * (self.tile_m + self.tile_n) * self.ROW_BYTES + staged
 
     def defines(self) -> dict[str, int | str]:
@@ -256,10 +260,12 @@ class WgmmaConfig:
             "TILE_M": self.tile_m,
             "TILE_N": self.tile_n,
             "NUM_STAGES": self.stages,
+            "BUFFERS": self.buffers,
         }
 
     def __str__(self) -> str:
-        return f"{self.tile_m}×{self.tile_n}×{self.tile_k}, {self.stages} stages"
+        text = f"{self.tile_m}×{self.tile_n}×{self.tile_k}, {self.stages} stages"
+        return text if self.buffers == 1 else f"{text}, {self.buffers} tiles under way"
 
 
 @dataclass(frozen=True)
@@ -382,9 +388,16 @@ WMMA = tuple(
 """Every form in which conv2d_wmma is compiled."""
 
 WGMMA_TILES = ((128, 128, 5), (128, 64, 8), (64, 256, 4), (64, 128, 8), (64, 64, 10))
-"""(tile_m, tile_n, stages): as many stages as shared memory holds beside the tiles on their way out."""
+"""(tile_m, tile_n, stages): the wide ones have as many stages as 2-byte tiles on their way out leave room for."""
 
-WGMMA = tuple(WgmmaConfig(precision, *tile) for precision in ("fp16", "bf16", "tf32") for tile in WGMMA_TILES)
+WGMMA_SHALLOW_TILES = ((128, 128, 3, 2), (128, 64, 6, 2))
+"""The same and buffers, for a small depth, where most of the time goes to residual and output; of 2-byte elements."""
+
+WGMMA = tuple(
+    WgmmaConfig(precision, *tile)
+    for precision in ("fp16", "bf16", "tf32")
+    for tile in (*WGMMA_TILES, *(WGMMA_SHALLOW_TILES if precision != "tf32" else ()))
+)
 """Every form in which conv2d_wgmma is compiled."""
 
 WGMMA_PATCH_PIXELS = (256, 248, 232, 216, 208, 184, 128, 64)
