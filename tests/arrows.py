@@ -87,6 +87,7 @@ ARROWS = {
     "conv2d.fp32_variants": {"jit"},
     "conv2d.tensor_core_variants": {"jit"},
     "conv2d.tensor_maps": {"errors"},
+    "conv2d.wgmma_patch": {"jit"},
     "conv2d.stem": {"jit"},
     "conv2d.heuristics": {"_names", "errors"},
     "conv2d.tuned": {"environment", "jit"},
@@ -112,7 +113,7 @@ LIBRARIES = {
     "cuda": {"jit.headers", "jit.launching"},
     "cupy": {
         *("arrays", "conv2d", "engines.cuda_engine", "engines.cuda.device", "engines.transfers", "doctor.cuda", "plan"),
-        "replay",
+        *("engines.cuda.prefetching", "replay"),
         *(
             "jit.launching",
             "jit.toolchain",

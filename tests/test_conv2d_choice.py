@@ -8,9 +8,10 @@ import pytest
 from helpers import conv_shapes
 
 from cupy_resnet.conv2d import H100, PRECISIONS, VARIANTS, Conv2dProblem, Device, heuristics, variant_names
-from cupy_resnet.conv2d.configs import MmaConfig, WgmmaConfig, WinogradConfig
+from cupy_resnet.conv2d.configs import MmaConfig, WgmmaConfig, WgmmaPatchConfig, WinogradConfig
 from cupy_resnet.conv2d.heuristics import cost, fastest
 from cupy_resnet.conv2d.tensor_core_variants import as_merged, is_aligned, shared_memory
+from cupy_resnet.conv2d.wgmma_patch import patch_tile
 from cupy_resnet.errors import UnsupportedProblemError
 
 
@@ -30,7 +31,7 @@ DEVICES = (V100, T4, A100, A10, H100, B200)
 GENERAL = ("conv2d_direct", "conv2d_shared", "im2col_sgemm", "conv2d_implicit_gemm")
 TENSOR_CORES = ("conv2d_wmma", "conv2d_mma")
 """What solves every problem, in fp32 and on tensor cores."""
-NARROW = ("conv2d_mma_patch", "conv2d_wgmma")
+NARROW = ("conv2d_mma_patch", "conv2d_wgmma", "conv2d_wgmma_patch")
 """What solves some problems on tensor cores."""
 
 PLAIN = Conv2dProblem(N=2, H=14, W=14, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1)
@@ -68,10 +69,11 @@ MINIMUM = {
     "conv2d_mma": {"fp16": (8, 0), "bf16": (8, 0), "tf32": (8, 0), "fp32-tc": (8, 0)},
     "conv2d_mma_patch": {"fp16": (8, 0), "bf16": (8, 0), "tf32": (8, 0), "fp32-tc": (8, 0)},
     "conv2d_wgmma": {"fp16": (9, 0), "bf16": (9, 0), "tf32": (9, 0)},
+    "conv2d_wgmma_patch": {"fp16": (9, 0), "bf16": (9, 0)},
 }
-"""The frozen matrix: a refusal that is written neither here nor in WINOGRAD, PATCH or WGMMA is a fault."""
+"""The frozen matrix: a refusal that is written neither here nor in WINOGRAD and REFUSED is a fault."""
 
-NO_OTHER = {"conv2d_wgmma"}
+NO_OTHER = {"conv2d_wgmma", "conv2d_wgmma_patch"}
 """Of these, whose instructions later architectures do not have: the lowest compute capability is the only one."""
 
 WINOGRAD = {
@@ -115,7 +117,14 @@ WGMMA = {
     "strided, dilated, grouped": "needs groups 1, not 2",
 }
 
-REFUSED = {"conv2d_mma_patch": PATCH, "conv2d_wgmma": WGMMA}
+SIZES = ("no padding", "uneven padding", "padding larger than the filter")
+STEPS = ("stem", "stride 2", "stride 1×2", "dilation 2", "dilation 2×1")
+WGMMA_PATCH = {
+    **WGMMA,
+    **dict.fromkeys(SIZES, "needs a padding that keeps the size with a filter of 3×3"),
+    **dict.fromkeys(STEPS, "needs stride 1 and dilation 1"),
+}
+REFUSED = {"conv2d_mma_patch": PATCH, "conv2d_wgmma": WGMMA, "conv2d_wgmma_patch": WGMMA_PATCH}
 
 choose = partial(heuristics.choose, use_tables=False)
 """By the model alone: what was measured on the machine at hand must not decide a test."""
@@ -173,6 +182,9 @@ def test_frozen_support(name: str) -> None:
         ("conv2d_wgmma", "bf16", B200, "needs compute capability 9.0, B200 has 10.0"),
         ("conv2d_wgmma", "fp32", H100, "computes in fp16 or bf16 or tf32, not in fp32"),
         ("conv2d_wgmma", "fp32-tc", H100, "computes in fp16 or bf16 or tf32, not in fp32-tc"),
+        ("conv2d_wgmma_patch", "fp16", A100, "needs compute capability 9.0, A100 has 8.0"),
+        ("conv2d_wgmma_patch", "bf16", B200, "needs compute capability 9.0, B200 has 10.0"),
+        ("conv2d_wgmma_patch", "tf32", H100, "computes in fp16 or bf16, not in tf32"),
     ],
 )
 def test_why_not(variant: str, precision: str, gpu: Device, reason: str) -> None:
@@ -193,14 +205,6 @@ def test_what_no_kernel_does_is_refused_by_name(variant: str) -> None:
         assert old[1].startswith("needs compute capability ")
 
 
-def test_a_patch_of_many_channels_needs_taps_enough_to_arrive() -> None:
-    deep = replace(PLAIN, C=72, R=1, S=1, pad_h=0, pad_w=0)
-    reason = (False, "needs more taps than 1×1 for as many channels as 72")
-    assert VARIANTS["conv2d_mma_patch"].supports(replace(deep, precision="fp32-tc"), H100) == reason
-    for problem in (replace(deep, C=64), replace(deep, S=2)):
-        assert VARIANTS["conv2d_mma_patch"].supports(replace(problem, precision="fp32-tc"), H100)[0]
-
-
 def test_winograd_tells_how_much_shared_memory_is_missing() -> None:
     small = replace(A100, name="small", shared_memory_per_block=48 << 10)
     supported, reason = VARIANTS["conv2d_winograd"].supports(PLAIN, small)
@@ -211,7 +215,7 @@ def test_winograd_tells_how_much_shared_memory_is_missing() -> None:
 def test_every_row_of_conv_shapes(data_folder: Path) -> None:
     problems = conv_shapes(data_folder)
     assert len(problems) == 166
-    by_wgmma = 0
+    by_wgmma = by_wgmma_patch = 0
     for name, fp32 in problems.items():
         for precision in PRECISIONS:
             p = replace(fp32, precision=precision)
@@ -233,11 +237,17 @@ def test_every_row_of_conv_shapes(data_folder: Path) -> None:
                 expected = wgmma and solves("conv2d_wgmma", precision, gpu)
                 assert VARIANTS["conv2d_wgmma"].supports(p, gpu)[0] is expected, f"{name}: {precision} on {gpu.name}"
                 by_wgmma += expected
-    assert by_wgmma == 3 * 39  # in each of its precisions, on one GPU
+                keeps = dense and (2 * p.pad_h + 1, 2 * p.pad_w + 1) == (p.R, p.S)
+                expected = wgmma and keeps and p.W <= 198 and solves("conv2d_wgmma_patch", precision, gpu)
+                assert VARIANTS["conv2d_wgmma_patch"].supports(p, gpu)[0] is expected, (
+                    f"{name}: {precision}, {gpu.name}"
+                )
+                by_wgmma_patch += expected
+    assert (by_wgmma, by_wgmma_patch) == (3 * 39, 2 * 30)  # in each of their precisions, on one GPU
 
 
 STATIC = 1024
-"""Bytes of conv2d_wgmma's static shared memory, its barriers, so that tiles begin at multiples of 1024."""
+"""Bytes of static shared memory of Hopper's kernels, their barriers, so that tiles begin at multiples of 1024."""
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -255,6 +265,10 @@ def test_candidates_are_compiled_forms_that_fit_the_device(name: str) -> None:
                     needed = shared_memory(problem, config) if isinstance(config, MmaConfig) else 0
                     needed = config.shared_memory if isinstance(config, WinogradConfig) else needed
                     needed = config.shared_memory + STATIC if isinstance(config, WgmmaConfig) else needed
+                    if isinstance(config, WgmmaPatchConfig):
+                        tile = patch_tile(problem, config.pixels, gpu.shared_memory_per_block)
+                        assert tile is not None
+                        needed = tile.shared_memory + STATIC
                     assert needed <= gpu.shared_memory_per_block, f"{config}, {gpu.name}"
                     assert getattr(config, "precision", precision) == precision
                 config, predicted = fastest(variant.name, problem, gpu, spread_nan=True)

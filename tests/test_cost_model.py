@@ -6,7 +6,14 @@ from dataclasses import replace
 import pytest
 
 from cupy_resnet.conv2d import H100, PRECISIONS, VARIANTS, Conv2dProblem, choose
-from cupy_resnet.conv2d.configs import WGMMA, ImplicitGemmConfig, MmaConfig, WgmmaConfig
+from cupy_resnet.conv2d.configs import (
+    WGMMA,
+    WGMMA_PATCH,
+    ImplicitGemmConfig,
+    MmaConfig,
+    WgmmaConfig,
+    WgmmaPatchConfig,
+)
 from cupy_resnet.conv2d.cost_model import cost
 from cupy_resnet.conv2d.heuristics import fastest
 
@@ -26,17 +33,25 @@ ALL = [
 """Kernels with something to choose."""
 
 
-def tile(problem: Conv2dProblem, kernel: str = "auto") -> ImplicitGemmConfig | MmaConfig | WgmmaConfig:
+def tile(
+    problem: Conv2dProblem, kernel: str = "auto"
+) -> ImplicitGemmConfig | MmaConfig | WgmmaConfig | WgmmaPatchConfig:
     config = choose(problem, H100, kernel, use_tables=False).config
-    assert isinstance(config, ImplicitGemmConfig | MmaConfig | WgmmaConfig)
+    assert isinstance(config, ImplicitGemmConfig | MmaConfig | WgmmaConfig | WgmmaPatchConfig)
     return config
+
+
+def area(problem: Conv2dProblem) -> int:
+    """Outputs of a tile of the fastest kernel."""
+    config = tile(problem)
+    return config.pixels * config.FILTERS if isinstance(config, WgmmaPatchConfig) else config.tile_m * config.tile_n
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("size", "channels"), [(56, 64), (28, 128), (14, 256), (7, 512)])
 def test_bigger_batches_get_bigger_tiles(size: int, channels: int, precision: str) -> None:
     layer = replace(PLAIN, H=size, W=size, C=channels, K=channels, precision=precision)
-    areas = [tile(replace(layer, N=N)).tile_m * tile(replace(layer, N=N)).tile_n for N in (1, 16, 256)]
+    areas = [area(replace(layer, N=N)) for N in (1, 16, 256)]
     assert areas == sorted(areas)
     assert areas[0] < areas[-1]
 
@@ -64,13 +79,25 @@ def test_wgmmas_cost_is_finite_and_never_falls_with_the_batch_the_filters_or_the
             assert costs[0] < costs[-1] or size < 56, changed  # there may be fewer tiles than multiprocessors
 
 
+@pytest.mark.parametrize("config", WGMMA_PATCH, ids=lambda config: f"{config.precision} {config}")
+def test_wgmma_patchs_cost_never_falls_with_the_batch_the_filters_or_the_depth(config: WgmmaPatchConfig) -> None:
+    problem = replace(PLAIN, C=256, K=256, precision=config.precision)
+    for size in (1, 7, 14, 56):
+        for changed, values in (("N", range(1, 66)), ("K", range(64, 1088, 64)), ("C", range(64, 1088, 64))):
+            layer = replace(problem, H=size, W=size)
+            costs = [cost(replace(layer, **{changed: value}), H100, config) for value in values]
+            assert all(math.isfinite(value) and value > 0 for value in costs)
+            assert costs == sorted(costs), (size, changed)
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32"])
 def test_wgmma_is_expected_to_win_where_there_is_much_to_multiply(precision: str) -> None:
     for size, channels in ((28, 128), (14, 256), (7, 512)):
         layer = replace(PLAIN, H=size, W=size, C=channels, K=channels, precision=precision)
-        assert isinstance(tile(replace(layer, N=256)), WgmmaConfig)
-        # A single image has fewer tiles than there are multiprocessors: split-K keeps them busy, which this cannot do.
-        assert isinstance(tile(replace(layer, N=1)), MmaConfig)
+        assert isinstance(tile(replace(layer, N=256)), WgmmaConfig | WgmmaPatchConfig)
+        if size < 28 or precision == "tf32":  # no patches
+            # A single image has fewer tiles than there are multiprocessors: split-K keeps them busy, these cannot.
+            assert isinstance(tile(replace(layer, N=1)), MmaConfig)
 
 
 def test_kernels_with_a_single_form_cost_nothing_to_choose() -> None:

@@ -139,3 +139,11 @@ def test_a_patchs_next_channels_arrive_in_time(precision: str) -> None:
                 continue
             for config in VARIANTS["conv2d_mma_patch"].candidates(problem, H100):
                 assert config.stages - 1 <= R * S or 2 * config.tile_k >= C, f"{problem}: {config}"
+
+
+def test_a_patch_of_many_channels_needs_taps_enough_to_arrive() -> None:
+    deep = replace(PLAIN, C=72, R=1, S=1, pad_h=0, pad_w=0)
+    reason = (False, "needs more taps than 1×1 for as many channels as 72")
+    assert VARIANTS["conv2d_mma_patch"].supports(replace(deep, precision="fp32-tc"), H100) == reason
+    for problem in (replace(deep, C=64), replace(deep, S=2)):
+        assert VARIANTS["conv2d_mma_patch"].supports(replace(problem, precision="fp32-tc"), H100)[0]

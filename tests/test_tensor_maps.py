@@ -243,18 +243,50 @@ def test_a_matrix(
     assert encoded.tobytes() == ENCODED
 
 
+# Images -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("shape", "box"),
+    [
+        ((2, 14, 15, 64), (16, 16, 1)),  # wider and higher than the image: zeros around it
+        ((2, 14, 15, 72), (16, 4, 1)),
+        ((9, 7, 7, 512), (8, 8, 4)),
+        ((1, 1, 1, 8), (1, 1, 1)),
+        ((2**17, 256, 255, 64), (256, 3, 1)),  # more than 2^32 elements
+    ],
+)
+def test_boxes_of_images(
+    driver: Driver, precision: str, shape: tuple[int, int, int, int], box: tuple[int, int, int]
+) -> None:
+    encoded = tensor_maps.tensor_map(replace(PLAIN, precision=precision), gpu_array(shape, precision), box)
+    N, H, W, C = shape
+    (asked,) = driver.asked
+    assert asked == {
+        "function": "tiled",
+        **common(precision),
+        "globalDim": (C, W, H, N),
+        "globalStrides": (2 * C, 2 * C * W, 2 * C * W * H),
+        "boxDim": (64, *box),
+        "elementStrides": (1, 1, 1, 1),
+    }
+    assert encoded.tobytes() == ENCODED
+
+
 # The map itself -----------------------------------------------------------------------------------------------------
 
 
-def both(precision: str = "fp16") -> Iterator[np.ndarray]:
+def one_of_each(precision: str = "fp16") -> Iterator[np.ndarray]:
     problem = replace(PLAIN, precision=precision)
     yield tensor_maps.im2col_map(problem, gpu_array(problem.input_shape, precision), 128)
     yield tensor_maps.matrix_map(problem, gpu_array(problem.filter_shape, precision), problem.gemm_k, 64)
+    yield tensor_maps.tensor_map(problem, gpu_array(problem.input_shape, precision), (16, 16, 1))
 
 
 def test_a_map_is_128_bytes_at_a_multiple_of_64_and_keeps_them(driver: Driver) -> None:
-    kept = [encoded for _ in range(50) for encoded in both()]
-    assert len(set(driver.destinations)) == len(kept) == 100
+    kept = [encoded for _ in range(40) for encoded in one_of_each()]
+    assert len(set(driver.destinations)) == len(kept) == 120
     assert all(destination % 64 == 0 for destination in driver.destinations)
     for encoded, destination in zip(kept, driver.destinations, strict=True):
         assert encoded.ctypes.data == destination
@@ -275,7 +307,7 @@ def test_what_the_driver_refuses_is_an_error_that_names_function_problem_and_sta
     driver: Driver, status: int
 ) -> None:
     driver.status = status
-    maps = both()
+    maps = one_of_each()
     with pytest.raises(EngineUnavailableError) as caught:
         next(maps)
     assert str(caught.value) == (
@@ -320,12 +352,12 @@ def test_a_missing_or_old_driver_is_an_error_that_says_what_is_needed(
     monkeypatch.setattr(ctypes, "CDLL", load)
     for _ in range(2):  # it may have been installed meanwhile, so that it is looked for again
         with pytest.raises(EngineUnavailableError) as caught:
-            next(both())
+            next(one_of_each())
         assert str(caught.value) == f"tensor maps need a CUDA driver of version 12 or newer: {why}"
         assert isinstance(caught.value.__cause__, OSError | AttributeError)
     fake = Driver()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
-    assert [encoded.tobytes() for encoded in both()] == [ENCODED, ENCODED]
+    assert [encoded.tobytes() for encoded in one_of_each()] == [ENCODED] * 3
 
 
 @pytest.mark.usefixtures("fresh_driver")
@@ -342,5 +374,5 @@ def test_the_driver_is_loaded_once_under_its_platforms_name(
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", platform)
         patch.setattr(ctypes, "CDLL", load)
-        assert len([*both(), *both("tf32")]) == 4
+        assert len([*one_of_each(), *one_of_each("tf32")]) == 6
     assert loaded == [library]

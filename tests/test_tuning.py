@@ -65,6 +65,9 @@ def test_candidates_begin_with_the_models_choice_and_leave_out_the_hopeless(
     if precision in ("fp16", "bf16", "tf32") and problem.groups == 1 and problem.C == 256:
         tensor_cores |= {"conv2d_wgmma"}
         assert "conv2d_wgmma" in names
+        if precision != "tf32":
+            tensor_cores |= {"conv2d_wgmma_patch"}
+            assert "conv2d_wgmma_patch" in names
     assert names <= (tensor_cores if PRECISIONS[precision].tensor_cores else cuda_cores)
     if not spread_nan:
         assert "conv2d_winograd" not in names
@@ -77,7 +80,7 @@ def test_split_k_winograd_merged_groups_wgmma_and_wmma_take_part_where_they_appl
     assert "conv2d_winograd" in {candidate.variant for candidate in candidates(PLAIN, H100, spread_nan=True)}
     merged = {candidate.config.merged_groups for candidate in candidates(GROUPED, H100, spread_nan=True)}  # type: ignore[attr-defined]
     assert merged > {1}
-    for device, fastest in ((H100, {"conv2d_wgmma"}), (A100, set()), (B200, set())):
+    for device, fastest in ((H100, {"conv2d_wgmma", "conv2d_wgmma_patch"}), (A100, set()), (B200, set())):
         names = {candidate.variant for candidate in candidates(LAYER, device)}
         assert names == {"conv2d_mma", "conv2d_mma_patch", *fastest}, device.name
     assert {candidate.variant for candidate in candidates(LAYER, T4)} == {"conv2d_wmma"}

@@ -10,22 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from wgmma_support import STATIC_SHARED, Gpus, assert_constants, operands, parameters
 
 from cupy_resnet.conv2d import H100, PRECISIONS, VARIANTS, Conv2dProblem, tensor_core_variants, tensor_maps
 from cupy_resnet.conv2d.configs import WGMMA, WgmmaConfig
 from cupy_resnet.conv2d.params import conv2d_params
-from cupy_resnet.conv2d.variants import NULL, Filter, Operands
-from cupy_resnet.jit import Arch, launching, list_kernels
-from cupy_resnet.jit.compiler import compile_source
+from cupy_resnet.conv2d.variants import NULL
+from cupy_resnet.jit import launching, list_kernels
 from cupy_resnet.jit.report import compile_reports
-from cupy_resnet.jit.sources import find_kernel, load_program
 from cupy_resnet.kernels import configurations
 
 VARIANT = VARIANTS["conv2d_wgmma"]
 PRECISION_NAMES = ("fp16", "bf16", "tf32")
-STATIC_SHARED = 1024
-"""Bytes of static shared memory, the barriers, so that the dynamic part begins at a multiple of 1024."""
-
 PLAIN = Conv2dProblem(N=2, H=14, W=14, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, precision="fp16")
 
 # What it solves ---------------------------------------------------------------------------------------------------
@@ -92,9 +88,10 @@ def test_it_is_compiled_in_every_precision_alike() -> None:
     forms = configurations("conv2d_wgmma")
     assert forms == [dict(config.defines()) for config in WGMMA]
     assert {config.precision for config in WGMMA} == set(VARIANT.precisions) == set(PRECISION_NAMES)
-    tiles = [{(c.tile_m, c.tile_n, c.stages) for c in WGMMA if c.precision == name} for name in PRECISION_NAMES]
-    assert tiles[0] == tiles[1] == tiles[2]
-    assert len(forms) == 3 * len(tiles[0])
+    tiles = [[(c.tile_m, c.tile_n, c.stages, c.buffers) for c in WGMMA if c.precision == p] for p in PRECISION_NAMES]
+    assert tiles[0] == tiles[1]
+    assert tiles[2] == [tile for tile in tiles[0] if tile[-1] == 1]  # TF32 is not stored by way of shared memory
+    assert len(set(WGMMA)) == len(forms) == sum(map(len, tiles))
 
 
 def test_it_is_compiled_for_nothing_but_sm_90a() -> None:
@@ -118,21 +115,14 @@ def test_the_launch_agrees_with_the_kernels_constants(config: WgmmaConfig) -> No
         "CONSUMERS": config.CONSUMERS,
         "ROW_BYTES": config.ROW_BYTES,
         "SLICE_CHANNELS": config.tile_k,
-        "NUM_STAGES * STAGE_BYTES + CONSUMERS * BOXES * BOX_BYTES": config.shared_memory,
+        "NUM_STAGES * STAGE_BYTES + CONSUMERS * BUFFERS * BOXES * BOX_BYTES": config.shared_memory,
         "sizeof(TensorMap)": tensor_maps.BYTES,
         "alignof(TensorMap)": 64,
         "STAGE_BYTES % 1024": 0,  # where a stage begins, the swizzle begins anew
         "PIXEL_BYTES % 1024": 0,
         "BOX_BYTES % 1024": 0,
     }
-    program = load_program(find_kernel("conv2d_wgmma"))
-    declarations, kernel, _ = program.text.partition('extern "C" __global__')
-    assert kernel
-    assertions = [f'static_assert({value} == {expected}, "{value}");' for value, expected in fixed.items()]
-    assertions.append(f'static_assert(sizeof(Barriers) <= {STATIC_SHARED}, "barriers");')
-    text = "\n".join([declarations, *assertions, 'extern "C" __global__ void nothing() {}'])
-    options = [f"-D{name}={value}" for name, value in config.defines().items()]
-    compile_source(replace(program, text=text), options, Arch(90, "a"))
+    assert_constants("conv2d_wgmma", config.defines(), fixed, f"sizeof(Barriers) <= {STATIC_SHARED}")
 
 
 @pytest.mark.parametrize("config", WGMMA, ids=lambda config: f"{config.precision} {config}")
@@ -143,7 +133,8 @@ def test_a_block_fits_an_h100(config: WgmmaConfig) -> None:
     assert config.tile_n in (64, 128, 256)  # what include/warpgroup.cuh has instructions for
     sums = config.tile_m * config.tile_n // 128
     assert sums <= 128, "the accumulators alone would leave no registers"
-    assert config.stages >= 4
+    assert config.stages >= 3
+    assert config.buffers in (1, 2)  # what fetch_residual knows
 
 
 # The launch ---------------------------------------------------------------------------------------------------------
@@ -152,25 +143,11 @@ PARAMETERS = ["pixels", "filters", "residuals", "outputs", "bias", "residual", "
 
 
 def test_the_kernel_takes_its_parameters_in_the_launches_order() -> None:
-    text = load_program(find_kernel("conv2d_wgmma")).text
-    (signature,) = re.findall(r"\sconv2d_wgmma\((const __grid_constant__.*?)\) \{", text, re.DOTALL)
-    assert [parameter.split()[-1] for parameter in signature.split(",")] == PARAMETERS
-    maps = [parameter for parameter in signature.split(",") if "TensorMap" in parameter]
+    declared = parameters("conv2d_wgmma")
+    assert [parameter.split()[-1] for parameter in declared] == PARAMETERS
+    maps = [parameter for parameter in declared if "TensorMap" in parameter]
     assert len(maps) == 4
-    assert all(re.match(r"\s*const __grid_constant__ TensorMap \w+$", parameter) for parameter in maps)
-
-
-class Gpus:
-    """CuPy with two GPUs of 132 and 78 multiprocessors; `asked` is which was asked how many it has."""
-
-    def __init__(self) -> None:
-        self.current = 0
-        self.asked: list[int] = []
-        self.cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: self.current), Device=self._device)
-
-    def _device(self, number: int) -> SimpleNamespace:
-        self.asked.append(number)
-        return SimpleNamespace(attributes={"MultiProcessorCount": (132, 78)[number]})
+    assert all(re.match(r"const __grid_constant__ TensorMap \w+$", parameter) for parameter in maps)
 
 
 @pytest.fixture
@@ -197,12 +174,8 @@ def launches(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...
 
 
 def config_of(precision: str, tile_m: int, tile_n: int) -> WgmmaConfig:
-    (config,) = [c for c in WGMMA if (c.precision, c.tile_m, c.tile_n) == (precision, tile_m, tile_n)]
+    (config,) = [c for c in WGMMA if (c.precision, c.tile_m, c.tile_n, c.buffers) == (precision, tile_m, tile_n, 1)]
     return config
-
-
-def operands(bias: bool, residual: bool, relu: bool = True) -> Operands:
-    return Operands("x", Filter("weight"), "bias" if bias else None, "residual" if residual else None, "y", relu)
 
 
 @pytest.mark.parametrize("precision", PRECISION_NAMES)
