@@ -9,7 +9,8 @@ __version__ = "0.1.0"
 __all__ = ["Model", "Prediction", "__version__", "list_models", "load", "predict"]
 
 if TYPE_CHECKING:
-    from .model import Model, load
+    from .loading import load
+    from .model import Model
     from .networks import list_models
     from .predicting import predict
     from .prediction import Prediction
@@ -18,7 +19,7 @@ _LAZY = {
     "Model": "model",
     "Prediction": "prediction",
     "list_models": "networks",
-    "load": "model",
+    "load": "loading",
     "predict": "predicting",
 }
 

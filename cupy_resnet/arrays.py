@@ -7,6 +7,7 @@ been imported already. torch and CuPy share GPU memory through DLPack, without a
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,25 @@ import numpy as np
 from .cuda_errors import lost_context_explained
 from .engines.base import Array, Ops
 
-Restore = Callable[[Array], Any]
+
+@dataclass(frozen=True)
+class Exchange:
+    """A caller's array within the engine's reach, and the way back.
+
+    Args:
+        array: of the engine's kind, such that ``ops.pixels`` accepts it after its axes are permuted.
+        back: brings an engine's array to the caller's kind, on the caller's device.
+        view: shows memory of the caller's kind as an engine's array, or None where the engine cannot write there.
+    """
+
+    array: Array
+    back: Callable[[Array], Any]
+    view: Callable[[Any], Array] | None = None
+
+    def deliver(self, result: Array, out: Any) -> None:
+        """Copies a result to where the caller wants it, unless it was computed there."""
+        if self.view is None:
+            out[...] = self.back(result)
 
 
 def kind_of(x: Any) -> str:
@@ -35,7 +54,7 @@ def kind_of(x: Any) -> str:
 
 
 @contextmanager
-def exchanged(x: Any, ops: Ops) -> Iterator[tuple[Array, Restore]]:
+def exchanged(x: Any, ops: Ops) -> Iterator[Exchange]:
     """Brings a caller's array within the engine's reach and results back to the caller's kind.
 
     Work inside the context is ordered after whatever produced `x` and before whatever uses the results: it runs on
@@ -44,10 +63,6 @@ def exchanged(x: Any, ops: Ops) -> Iterator[tuple[Array, Restore]]:
     Args:
         x: a float16, float32 or float64 array (torch: bfloat16 as well) of any strides and byte order.
         ops: the engine.
-
-    Yields:
-        A float32 array that ``ops.asarray`` accepts, and a function from an engine's array to the caller's kind on
-        the caller's device.
 
     Raises:
         TypeError: no floating-point array, or a torch tensor that is sparse or on a device other than CPU and CUDA.
@@ -58,47 +73,67 @@ def exchanged(x: Any, ops: Ops) -> Iterator[tuple[Array, Restore]]:
         yield exchange
 
 
-def to_nhwc(ops: Ops, x: Array) -> Array:
-    """(N, C, H, W) of any strides to the engine's NHWC; memory that is NHWC already (channels last) is not permuted."""
-    nhwc = x.transpose(0, 2, 3, 1)
-    if nhwc.flags.c_contiguous:
-        return ops.asarray(nhwc)
-    return ops.nchw_to_nhwc(ops.asarray(x))
-
-
 @contextmanager
-def _numpy_or_cupy(x: Any, ops: Ops) -> Iterator[tuple[Array, Restore]]:
+def _numpy_or_cupy(x: Any, ops: Ops) -> Iterator[Exchange]:
     _check_floating(x.dtype.kind == "f", x.dtype)
-    x = x if x.dtype == np.float32 else x.astype(np.float32)
+    if x.dtype not in (np.float32, np.float16) or not x.dtype.isnative:
+        x = x.astype(np.float32)
     if isinstance(x, np.ndarray):
-        yield x, ops.to_numpy
+        yield Exchange(ops.upload(x), ops.to_numpy)
     elif ops.name == "cuda":
         _check_device(x.device.id, ops)
         with x.device:
-            yield x, lambda y: y
+            yield Exchange(x, lambda y: y, lambda out: out)
     else:
         cupy: Any = sys.modules["cupy"]
         with x.device:
-            yield x.get(), cupy.asarray
+            yield Exchange(ops.upload(x.get()), cupy.asarray)
 
 
 @contextmanager
-def _torch(x: Any, ops: Ops) -> Iterator[tuple[Array, Restore]]:
+def _torch(x: Any, ops: Ops) -> Iterator[Exchange]:
     torch: Any = sys.modules["torch"]
     _check_floating(x.is_floating_point(), x.dtype)
     if x.layout != torch.strided or x.device.type not in ("cpu", "cuda"):
         raise TypeError(f"x must be a dense torch tensor on the CPU or a CUDA device, got {x.layout} on {x.device}")
     device = x.device
-    tensor = x.detach().resolve_neg().to(torch.float32)
+    tensor = x.detach().resolve_neg()  # DLPack knows nothing of a negation that torch has put off
     if device.type == "cuda" and ops.name == "cuda":
         _check_device(device.index, ops)
         import cupy
 
+        if tensor.dtype == torch.bfloat16:
+            tensor = tensor.view(torch.int16)  # CuPy has no bfloat16; the engine knows these bits for what they are
+        elif tensor.dtype not in (torch.float32, torch.float16):
+            tensor = tensor.to(torch.float32)
         stream = cupy.cuda.Stream.from_external(_ExternalStream(torch.cuda.current_stream(device).cuda_stream))
         with cupy.cuda.Device(device.index), stream:
-            yield cupy.from_dlpack(tensor), torch.from_dlpack
+            yield Exchange(cupy.from_dlpack(tensor), torch.from_dlpack, cupy.from_dlpack)
     else:
-        yield tensor.cpu().numpy(), lambda y: torch.from_numpy(ops.to_numpy(y)).to(device)
+        array = tensor.to(torch.float32).cpu().numpy()
+        yield Exchange(ops.upload(array), lambda y: torch.from_numpy(ops.to_numpy(y)).to(device))
+
+
+def check_out(out: Any, x: Any, shape: tuple[int, int]) -> None:
+    """Raises unless `out` can take float32 results of `shape` beside the input `x`.
+
+    Raises:
+        TypeError: another kind of array than `x`, or not float32.
+        ValueError: another shape or device, not C-contiguous, or read-only.
+    """
+    kind = kind_of(x)
+    if kind_of(out) != kind:
+        raise TypeError(f"out must be the same kind of array as x, {type(x).__name__}, got {type(out).__name__}")
+    if str(out.dtype).removeprefix("torch.") != "float32":
+        raise TypeError(f"out must be float32, got {out.dtype}")
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
+    if not (out.is_contiguous() if kind == "torch" else out.flags.c_contiguous):
+        raise ValueError("out must be C-contiguous")
+    if kind == "numpy" and not out.flags.writeable:
+        raise ValueError("out is read-only")
+    if kind != "numpy" and out.device != x.device:
+        raise ValueError(f"out must be on the device of x, {x.device}, got {out.device}")
 
 
 class _ExternalStream:

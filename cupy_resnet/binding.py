@@ -45,6 +45,8 @@ def bind(
     """
     eps = _eps_by_name(network, batch_norm_eps)
     dtype = np.dtype(getattr(ops, "dtype", np.float32))
+    half = ops.precision == "fp16"
+    limit = np.finfo(np.float16 if half else dtype)  # bfloat16's range is float32's
 
     def cast(array: np.ndarray) -> np.ndarray:
         # Values beyond the dtype become Inf here and are reported by name, not as NumPy's warning.
@@ -79,12 +81,13 @@ def bind(
             vectors["running_var"],
             eps[bn.name],
         )
-        folded, bias = cast(folded), cast(bias)
-        if not (np.isfinite(folded).all() and np.isfinite(bias).all()):
+        bias = cast(bias)
+        if not (np.abs(folded).max(initial=0) <= limit.max and np.isfinite(bias).all()):
             raise CheckpointError(
-                f"{layer.name}: folding {bn.name} into it gives values beyond {dtype}; the smallest running variance "
-                f"is {vectors['running_var'].min():.3g} with eps {eps[bn.name]:.3g}"
+                f"{layer.name}: folding {bn.name} into it gives values beyond {limit.dtype}; the smallest running "
+                f"variance is {vectors['running_var'].min():.3g} with eps {eps[bn.name]:.3g}"
             )
+        # From float64 to what the engine stores in one rounding.
         return replace(layer, weight=ops.filter(oihw_to_krsc(folded)), bias=ops.asarray(bias), batch_norm=None)
 
     return network.map_layers(bind_layer)

@@ -10,7 +10,8 @@ from typing import Any
 from PIL import Image
 
 from . import drawings, environment
-from .model import Model, load
+from .loading import load
+from .model import Model
 from .weights_store import WeightsUnavailableError, embedded
 
 MODEL = "resnet20-cifar10"

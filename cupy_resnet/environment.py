@@ -25,7 +25,7 @@ CACHE_DIR = Variable(
     "CUPY_RESNET_CACHE_DIR",
     "the user's cache folder, as platformdirs names it",
     "Folder of everything kept between runs: compiled kernels in its subfolder kernels, converted weights in weights, "
-    "measured speeds of this machine in ceilings.",
+    "measured speeds of this machine in ceilings, the kernels that were fastest on it in tuned.",
 )
 DISK_CACHE = Variable(
     "CUPY_RESNET_DISK_CACHE",

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import overload
 
 from .binding import bind_shapes
-from .conv2d.device import H100, Device
+from .conv2d import H100, PRECISIONS, Device, choose
+from .conv2d.stem import supports_stem
 from .engines.shape_engine import OpRecord, ShapeArray, ShapeEngine
 from .networks import Network
 
@@ -98,6 +99,7 @@ def explain(
     kernel: str = "auto",
     strict: bool = False,
     fuse: bool = True,
+    precision: str = "fp32",
 ) -> Explanation:
     """Walks a network's graph with shapes only; needs neither weights nor a GPU.
 
@@ -107,18 +109,22 @@ def explain(
         engine: ``"cuda"`` or ``"numpy"``.
         device: the GPU that kernels are chosen for; an H100 where none is given.
         kernel, strict, fuse: as in `cupy_resnet.load`.
+        precision: likewise, but for ``"auto"``.
 
     Raises:
         ValueError: a shape that the network cannot run.
         UnsupportedProblemError: with `strict`, a convolution that `kernel` does not solve.
     """
     network.check_input(shape)
-    ops = ShapeEngine()
-    bound = bind_shapes(network, fuse=fuse)
-    bound(ops, ops.nchw_to_nhwc(ShapeArray(shape)))
+    N, C, H, W = shape
+    target = device or H100
+    arithmetic = PRECISIONS[precision if engine == "cuda" else "fp32"]
+    pixels = ShapeArray((N, H, W, C), channels_first=C > 1 and H * W > 1)  # else both layouts are the same memory
+    fused_stem = kernel == "auto" and supports_stem(arithmetic, pixels.shape, network.stem.krsc_shape, target)[0]
+    ops = ShapeEngine(arithmetic.name, fused_stem=fused_stem)
+    bind_shapes(network, fuse=fuse)(ops, pixels)
     if engine == "numpy":
         return Explanation(f"{network.name}, input {shape}, NumPy engine", [_numpy_step(r) for r in ops.records])
-    target = device or H100
     where = f"on {target.name}" if device else f"as for an {target.name}, since no GPU is in use"
     steps = [_cuda_step(record, target, kernel, strict) for record in ops.records]
     return Explanation(f"{network.name}, input {shape}, CUDA engine, {where}", steps)
@@ -136,11 +142,14 @@ def _numpy_step(record: OpRecord) -> Step:
 
 
 def _cuda_step(record: OpRecord, device: Device, kernel: str, strict: bool) -> Step:
-    if record.problem is None:
+    if record.op == "stem":
+        return _step(record, kernel="conv2d_stem", reason="one kernel from pixels to the pooled map")
+    if record.as_conv2d is not None:
+        choice = choose(record.as_conv2d, device)
+    elif record.problem is not None:
+        choice = choose(record.problem, device, kernel=kernel, strict=strict, spread_nan=True)
+    else:
         return _step(record, kernel=record.op)
-    from .conv2d import choose
-
-    choice = choose(record.problem, device, kernel=kernel, strict=strict, allow_winograd=True)
     return _step(
         record, kernel=choice.variant, config=str(choice.config), reason=choice.reason, fallback=choice.fallback
     )

@@ -1,12 +1,14 @@
 """Every form in which a kernel file is compiled: what ``cupy-resnet kernels --compile`` and the tests go through."""
 
-from .conv2d import VARIANTS
+from .conv2d import VARIANTS, stem
 from .engines.cuda_engine import SPECIALISATIONS
 
 
 def configurations(source: str) -> list[dict[str, int | str]]:
     """Returns every set of ``#define``s for the kernel file `source`; ``[{}]`` for one with a single form."""
     forms: list[dict[str, int | str]] = [dict(defines) for defines in SPECIALISATIONS.get(source, ())]
+    if source == stem.SOURCE:
+        forms += stem.configurations()
     for variant in VARIANTS.values():
         if source in variant.sources:  # all files of a variant are compiled with the same defines
             forms += [dict(config.defines()) for config in variant.configurations()]

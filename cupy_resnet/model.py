@@ -1,130 +1,28 @@
-"""`load` and the `Model` it returns: a network with its weights on one engine."""
+"""`Model`, what `cupy_resnet.load` returns: a network with its weights on one engine."""
 
-import contextlib
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, overload
 
 import numpy as np
 
 from ._names import unknown_name
-from .arrays import exchanged, kind_of, to_nhwc
-from .binding import DEFAULT_EPS, bind
-from .checkpoints import infer_sizes, verify
+from .arrays import check_out, exchanged, kind_of
 from .engines.base import Ops, Pair, pair
-from .engines.selection import make_engine
-from .errors import CheckpointError
 from .explanation import Explanation, explain
 from .images import Transforms
-from .networks import Network, describe, matching_models
+from .networks import Network
 from .pipeline import Arguments, Classifier, Options, predictions
+from .plan import Runner
 from .prediction import Prediction
-from .weights_store import Weights, resolve, split_name
+from .weights_store import Weights
 
-logger = logging.getLogger(__name__)
-
-PRECISIONS = ("auto", "fp32")
-
-
-def load(
-    model: str,
-    weights: str | Path | Mapping[str, Any] | None = None,
-    *,
-    engine: str = "auto",
-    kernel: str = "auto",
-    precision: str = "auto",
-    fuse: bool = True,
-    strict: bool = False,
-    num_classes: int | None = None,
-    in_channels: int | None = None,
-    batch_norm_eps: float | Mapping[str, float] | None = None,
-    device: int | None = None,
-    categories: str | Path | Iterable[str] | None = None,
-    preset: str | None = None,
-    resize: int | None = None,
-    crop: int | None = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    progress: bool = False,
-) -> "Model":
-    """Loads a network with its weights.
-
-    Args:
-        model: one of `cupy_resnet.list_models`, as ``"resnet18"``, or of `cupy_resnet.weights_store.embedded`, as
-            ``"resnet20-cifar10"``: a network with weights that come with the package.
-        weights: torchvision's name of weights, as ``"IMAGENET1K_V2"``; a ``.safetensors``, ``.npz``, ``.pth``,
-            ``.pt`` or manifest ``.json`` file; or a mapping from torchvision's keys to arrays. Wrappers' prefixes and
-            containers are undone, see `cupy_resnet.checkpoints.read_state_dict`. By default IMAGENET1K_V1 for the
-            ImageNet family, for the others what comes with the package; see `cupy_resnet.weights_store.resolve`.
-        engine: ``"cuda"``, ``"numpy"``, or ``"auto"``: CUDA where a GPU can be used, else NumPy.
-        kernel: the convolution kernel to use wherever it applies, or ``"auto"`` for the fastest; `Model.explain`
-            lists where it does not apply.
-        precision: ``"fp32"``, or ``"auto"``, which is the same.
-        fuse: whether BatchNorm is folded into the convolutions, and residual and ReLU are computed with them.
-        strict: whether a convolution that `kernel` does not support is an error.
-        num_classes: by default what the classifier in `weights` has.
-        in_channels: by default what the first filter in `weights` has.
-        batch_norm_eps: one value, or a mapping from BatchNorm names such as ``"layer1.0.bn1"``, 1e-5 for the rest; by
-            default what is kept with the weights, else 1e-5.
-        device: index of the GPU, by default CuPy's current one.
-        categories: the classes' names: a list, a file, or ``"imagenet"``; by default those kept with the weights.
-        preset: how `Model.predict` prepares images, ``"IMAGENET1K_V1"``, ``"IMAGENET1K_V2"`` or ``"CIFAR10"``; by
-            default as kept with the weights, else as the first.
-        resize, crop, mean, std: single values in place of the preset's, see `cupy_resnet.images.Transforms`.
-        progress: show downloads on stderr.
-
-    Raises:
-        CheckpointError: the weights cannot be read or do not fit; the message lists how.
-        EngineUnavailableError: the CUDA engine was asked for and cannot run here.
-        FileNotFoundError: there is no such file.
-        ValueError: an unknown model, engine, kernel, precision, preset or name of weights, or no weights.
-        TypeError: `weights` is neither a name, a path nor a mapping.
-        WeightsUnavailableError: torchvision's weights can neither be found nor be downloaded.
-    """
-    name, _ = split_name(model)
-    describe(name, num_classes=num_classes, in_channels=in_channels)
-    if precision not in PRECISIONS:
-        raise ValueError(unknown_name("precision", precision, PRECISIONS))
-    ops = make_engine(engine, kernel=kernel, strict=strict, device=device)
-    with _download_progress(name) if progress else contextlib.nullcontext() as downloaded:
-        found = resolve(
-            model,
-            weights,
-            categories=categories,
-            preset=preset,
-            resize=resize,
-            crop=crop,
-            mean=mean,
-            std=std,
-            batch_norm_eps=batch_norm_eps,
-            progress=downloaded,
-        )
-    state = found.state
-    found_classes, found_channels = infer_sizes(state)
-    network = describe(name, num_classes=num_classes or found_classes, in_channels=in_channels or found_channels)
-    try:
-        verify(state, network.tensor_table(), name)
-    except CheckpointError as error:
-        others = [other for other in matching_models({key: a.shape for key, a in state.items()}) if other != name]
-        if others:
-            raise CheckpointError(f"{error}\nIts tensors are those of {' or '.join(others)}.") from error
-        raise
-    eps = DEFAULT_EPS if found.batch_norm_eps is None else found.batch_norm_eps
-    bound = bind(network, state, ops, fuse=fuse, batch_norm_eps=eps)
-    logger.info("%s: %d tensors of %s on the %s engine", name, len(state), found.name, ops.name)
-    return Model(bound, ops, weights=found, kernel=kernel, strict=strict, fuse=fuse)
-
-
-def _download_progress(name: str) -> contextlib.AbstractContextManager[Any]:
-    from .progress import download_progress
-
-    return download_progress(f"weights of {name}")
+if TYPE_CHECKING:
+    from .tuning import Tuner
 
 
 class Model:
-    """A network with its weights on one engine. Made by `load`.
+    """A network with its weights on one engine. Made by `cupy_resnet.load`.
 
     A forward pass changes nothing in the model: several threads may call one at once.
 
@@ -132,7 +30,9 @@ class Model:
         network: bound to `ops`.
         ops: the engine.
         weights: what `network` was bound to.
-        kernel, strict, fuse: as in `load`.
+        kernel, strict, fuse, plan: as in `load`.
+        precision: the arithmetic, ``"auto"`` resolved.
+        tuner: what times kernels at the first call of a shape.
 
     Attributes:
         name: the network's.
@@ -152,6 +52,9 @@ class Model:
         kernel: str = "auto",
         strict: bool = False,
         fuse: bool = True,
+        precision: str = "fp32",
+        plan: bool = True,
+        tuner: "Tuner | None" = None,
     ) -> None:
         self.name = network.name
         self.num_classes = network.num_classes
@@ -160,7 +63,7 @@ class Model:
         self.checkpoint_names = network.checkpoint_names
         self.default_size = network.default_size
         self.engine = ops.name
-        self.precision = "fp32"
+        self.precision = precision
         self.transforms = Transforms.from_dict(weights.transforms)
         self.categories = weights.categories
         self.wnids = weights.wnids
@@ -170,7 +73,7 @@ class Model:
         self.kernel = kernel
         self.strict = strict
         self.fuse = fuse
-        self._bound: tuple[Network, Ops] | None = (network, ops)
+        self._runner: Runner | None = Runner(network, ops, plans=plan, tuner=tuner)
 
     @overload
     def predict(
@@ -245,23 +148,35 @@ class Model:
         results = predictions(classifier, inputs, options)
         return results if stream else list(results)
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Any, *, out: Any = None) -> Any:
         """Returns the logits (N, num_classes), float32, of a batch of normalised images.
 
         Args:
-            x: (N, in_channels, H, W), N ≥ 0, floating point, from NumPy, CuPy or torch, on the CPU or the GPU.
+            x: (N, in_channels, H, W), N ≥ 0, floating point, from NumPy, CuPy or torch, on the CPU or the GPU. On the
+                GPU, float16, bfloat16 and float32 of any strides are read as they are.
+            out: where to put the logits: an array of the kind and on the device of `x`, C-contiguous; by default a new
+                one, which no later call touches.
 
         Returns:
-            The same kind of array as `x`, on the same device.
+            The same kind of array as `x`, on the same device; `out` where it is given.
 
         Raises:
-            TypeError: not such an array, or integers.
-            ValueError: a shape that the network cannot run; a GPU array on another device than the model.
+            TypeError: not such an array, or integers; `out` of another kind or dtype.
+            ValueError: a shape that the network cannot run; a GPU array on another device than the model; `out` of
+                another shape.
         """
-        network, ops = self._running(x)
-        with exchanged(x, ops) as (array, restore):
-            logits, _ = network(ops, to_nhwc(ops, array))
-            return restore(logits)
+        repeated = self._alive().replay(x, out)
+        if repeated is not None:
+            return repeated
+        runner = self._checked(x)
+        if out is None:
+            with exchanged(x, runner.ops) as exchange:
+                return exchange.back(runner(_nhwc(exchange.array), features=False, given=x)[0])
+        check_out(out, x, (x.shape[0], self.num_classes))
+        with exchanged(x, runner.ops) as exchange:
+            target = None if exchange.view is None else exchange.view(out)
+            exchange.deliver(runner(_nhwc(exchange.array), features=False, out=target, given=x)[0], out)
+            return out
 
     def features(self, x: Any) -> Any:
         """Returns the pooled features (N, num_features) in front of the classifier; otherwise as calling the model."""
@@ -269,10 +184,10 @@ class Model:
 
     def logits_and_features(self, x: Any) -> tuple[Any, Any]:
         """Returns logits (N, num_classes) and pooled features (N, num_features) from one pass."""
-        network, ops = self._running(x)
-        with exchanged(x, ops) as (array, restore):
-            logits, features = network(ops, to_nhwc(ops, array))
-            return restore(logits), restore(features)
+        runner = self._checked(x)
+        with exchanged(x, runner.ops) as exchange:
+            logits, features = runner(_nhwc(exchange.array))
+            return exchange.back(logits), exchange.back(features)
 
     def checkpoints(self, x: Any, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
         """Returns intermediate results of one pass, in the order they are computed.
@@ -287,7 +202,8 @@ class Model:
         Raises:
             ValueError: a name that is not a checkpoint of this network.
         """
-        network, ops = self._running(x)
+        runner = self._checked(x)
+        network, ops = runner.network, runner.ops
         wanted = set(self.checkpoint_names if names is None else names)
         for name in wanted.difference(self.checkpoint_names):
             raise ValueError(unknown_name(f"checkpoint of {self.name}", name, self.checkpoint_names))
@@ -297,8 +213,8 @@ class Model:
             if name in wanted:
                 captured[name] = ops.to_numpy(ops.nhwc_to_nchw(value) if value.ndim == 4 else value)
 
-        with exchanged(x, ops) as (array, _):
-            network(ops, to_nhwc(ops, array), capture)
+        with exchanged(x, ops) as exchange:
+            network(ops, _nhwc(exchange.array), capture)
         return captured
 
     def explain(self, shape: tuple[int, int, int, int] | None = None, *, engine: str | None = None) -> Explanation:
@@ -309,7 +225,8 @@ class Model:
             engine: ``"cuda"`` or ``"numpy"``, by default the model's own. Kernels can be explained without a GPU:
                 they are then chosen as for an H100.
         """
-        network, ops = self._alive()
+        runner = self._alive()
+        network, ops = runner.network, runner.ops
         device = None
         if ops.name == "cuda":
             from .engines.cuda_engine import CudaEngine, describe_device
@@ -323,6 +240,7 @@ class Model:
             kernel=self.kernel,
             strict=self.strict,
             fuse=self.fuse,
+            precision=self.precision,
         )
 
     def warmup(self, batch_size: int = 1, size: Pair | None = None) -> None:
@@ -339,10 +257,11 @@ class Model:
 
     def close(self) -> None:
         """Frees the weights and what the engine holds; the model cannot be called afterwards. May be repeated."""
-        if self._bound is None:
+        if self._runner is None:
             return
-        ops = self._bound[1]
-        self._bound = None  # the last reference to the weights
+        ops = self._runner.ops
+        self._runner.drop()
+        self._runner = None  # the last reference to the weights
         release = getattr(ops, "close", None)
         if release is not None:
             release()
@@ -356,19 +275,34 @@ class Model:
         self.close()
 
     def __repr__(self) -> str:
-        state = "" if self._bound else ", closed"
+        state = "" if self._runner else ", closed"
         return (
             f"Model({self.name!r}, num_classes={self.num_classes}, in_channels={self.in_channels}, "
             f"engine={self.engine!r}, kernel={self.kernel!r}, precision={self.precision!r}, fuse={self.fuse}{state})"
         )
 
-    def _alive(self) -> tuple[Network, Ops]:
-        if self._bound is None:
-            raise RuntimeError(f"this {self.name} model is closed; load it again")
-        return self._bound
+    @property
+    def network(self) -> Network:
+        """The network as it is bound to `ops`. Raises RuntimeError once the model is closed."""
+        return self._alive().network
 
-    def _running(self, x: Any) -> tuple[Network, Ops]:
-        network, ops = self._alive()
+    @property
+    def ops(self) -> Ops:
+        """The engine that runs it. Raises RuntimeError once the model is closed."""
+        return self._alive().ops
+
+    def _alive(self) -> Runner:
+        if self._runner is None:
+            raise RuntimeError(f"this {self.name} model is closed; load it again")
+        return self._runner
+
+    def _checked(self, x: Any) -> Runner:
+        runner = self._alive()
         kind_of(x)
-        network.check_input(tuple(x.shape))
-        return network, ops
+        runner.network.check_input(tuple(x.shape))
+        return runner
+
+
+def _nhwc(x: Any) -> Any:
+    """(N, C, H, W) as a view (N, H, W, C)."""
+    return x.transpose(0, 2, 3, 1)

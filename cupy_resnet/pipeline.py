@@ -18,10 +18,9 @@ import numpy as np
 
 from .batching import activation_bytes, default_batch_size
 from .cuda_errors import lost_context_explained
-from .engines.base import Ops
 from .engines.transfers import SLOTS, Download, Transfers, make_transfers
 from .images import Transforms, expand
-from .networks import Network
+from .plan import Runner
 from .prediction import NotFiniteError, Prediction, Timings, class_names, top_classes
 from .preparation import Item, count_images, default_workers, prepare_ahead, prepare_item
 
@@ -36,12 +35,12 @@ class Classifier:
     """What the pipeline needs to know of a model.
 
     Args:
-        running: returns the bound network and its engine; raises RuntimeError once the model is closed.
+        running: returns what runs the network; raises RuntimeError once the model is closed.
         transforms: from an image to the network's input.
         categories, wnids: the classes' names and WordNet ids by index, None where unknown.
     """
 
-    running: Callable[[], tuple[Network, Ops]]
+    running: Callable[[], Runner]
     transforms: Transforms
     categories: Sequence[str] | None = None
     wnids: Sequence[str] | None = None
@@ -130,7 +129,8 @@ class _Pipeline:
     """The state of one call of `predictions`."""
 
     def __init__(self, classifier: Classifier, inputs: Any, options: Options) -> None:
-        network, ops = classifier.running()
+        runner = classifier.running()
+        network, ops = runner.network, runner.ops
         self._classifier = classifier
         self._options = options
         self._topk = min(options.topk, network.num_classes)
@@ -178,9 +178,10 @@ class _Pipeline:
             yield items
 
     def _default_batch_size(self) -> int:
-        network, ops = self._classifier.running()
+        runner = self._classifier.running()
+        network, ops = runner.network, runner.ops
         free = self._transfers.free_bytes()
-        size = default_batch_size(network, self._classifier.transforms.crop, ops.name, free)
+        size = default_batch_size(network, self._classifier.transforms.crop, ops.name, free, ops.precision)
         logger.info("%s: batches of %d images", network.name, size)
         return size
 
@@ -202,19 +203,20 @@ class _Pipeline:
                 waiting.extendleft(reversed(self._halved(part, shortage)))
 
     def _launch(self, items: list[Item]) -> Batch:
-        network, ops = self._classifier.running()
+        runner = self._classifier.running()
         pixels = [item.pixels for item in items if item.pixels is not None]
         if not pixels:
             return Batch(items)
         transforms = self._classifier.transforms
-        x = ops.normalize(self._transfers.upload(pixels), transforms.mean, transforms.std)
-        logits, features = network(ops, x)
-        results = [logits, ops.softmax(logits), *([features] if self._options.features else [])]
+        x = self._transfers.upload(pixels)
+        logits, features = runner(x, mean=transforms.mean, std=transforms.std, features=self._options.features)
+        results = [logits, runner.ops.softmax(logits), *([] if features is None else [features])]
         return Batch(items, self._transfers.download(*results))
 
     def _halved(self, items: list[Item], shortage: str) -> list[list[Item]]:
         """Returns a batch that did not fit in two parts, and makes later batches no larger than those."""
-        network, ops = self._classifier.running()
+        runner = self._classifier.running()
+        network, ops = runner.network, runner.ops
         images = sum(item.pixels is not None for item in items)
         place = "GPU memory" if ops.name == "cuda" else "memory"
         if images == 1:
@@ -223,7 +225,7 @@ class _Pipeline:
             there = "" if free is None else f", and {_mebibytes(free)} are free"
             raise MemoryError(
                 f"{network.name}: there is not enough {place} for a single image of {crop} × {crop} pixels: beside the "
-                f"weights it needs about {_mebibytes(activation_bytes(network, crop))}{there}; "
+                f"weights it needs about {_mebibytes(activation_bytes(network, crop, ops.precision))}{there}; "
                 f"close other models and programs that use it ({shortage})"
             )
         middle = (len(items) + 1) // 2
@@ -282,7 +284,8 @@ class _Pipeline:
 
     def _where_not_finite(self, item: Item, logits: np.ndarray) -> str:
         """Runs one image again and returns the sentence that names the first result that is not finite."""
-        network, ops = self._classifier.running()
+        runner = self._classifier.running()
+        network, ops = runner.network, runner.ops
         transforms = self._classifier.transforms
         found: list[str] = []
 
@@ -293,7 +296,7 @@ class _Pipeline:
         transfers = make_transfers(ops)  # its own: the others hold the batch that is on its way
         try:
             x = transfers.upload([cast(np.ndarray, item.pixels)])
-            network(ops, ops.normalize(x, transforms.mean, transforms.std), look)
+            network(ops, x, look, mean=transforms.mean, std=transforms.std)
         finally:
             transfers.release()
         bad = int((~np.isfinite(logits)).sum())

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from . import environment
-from .model import Model, load
+from .loading import load
+from .model import Model
 from .prediction import Prediction
 
 MOST_MODELS = 2

@@ -1,22 +1,30 @@
 // add_relu: elementwise sum and ReLU in one pass.
-// @solves elementwise sum and ReLU in one pass (fp32)
+// @solves elementwise sum and ReLU in one pass
 // @arch sm_70
 //
-// Equation   y = max(a + b, 0), NaN stays NaN
-// Layouts    a, b, y: `size` fp32 elements of any shape, 16-byte aligned (as every allocation is).
-// Grid       grid-stride over groups of 4 elements; the first threads also take the size % 4 elements left over.
-// Bound      memory: 12 bytes per element. add and relu apart move 20.
+// Equation   y = max(a + b, 0), NaN stays NaN; rounded once, at the end
+// Layouts    a, b, y: `size` elements of any shape, ELEMENT, 16-byte aligned (as every allocation is).
+// Grid       grid-stride over chunks of 16 bytes; the first threads also take the elements left over.
+// Bound      memory: two reads, one write. add and relu apart move five tensors.
 #include "elementwise.cuh"
 #include "epilogue.cuh"
 
+#ifndef ELEMENT
+#define ELEMENT float
+#endif
+
 extern "C" __global__ void __launch_bounds__(256)
-add_relu(const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ y, long long size) {
-    const long long groups = size / 4;
-    for (long long i = first_index(); i < groups; i += index_step()) {
-        const float4 u = load4(a + 4 * i);
-        const float4 v = load4(b + 4 * i);
-        store4(y + 4 * i, make_float4(relu_of(u.x + v.x), relu_of(u.y + v.y), relu_of(u.z + v.z), relu_of(u.w + v.w)));
+add_relu(const ELEMENT* __restrict__ a, const ELEMENT* __restrict__ b, ELEMENT* __restrict__ y, long long size) {
+    constexpr int VECTOR = PER_CHUNK<ELEMENT>;
+    const long long chunks = size / VECTOR;
+    for (long long i = first_index(); i < chunks; i += index_step()) {
+        float values[VECTOR], others[VECTOR];
+        load(a + VECTOR * i, values);
+        load(b + VECTOR * i, others);
+#pragma unroll
+        for (int v = 0; v < VECTOR; ++v) values[v] = relu_of(values[v] + others[v]);
+        store(y + VECTOR * i, values);
     }
-    const long long rest = 4 * groups + first_index();
-    if (rest < size) y[rest] = relu_of(a[rest] + b[rest]);
+    const long long rest = VECTOR * chunks + first_index();
+    if (rest < size) y[rest] = from_float<ELEMENT>(relu_of(to_float(a[rest]) + to_float(b[rest])));
 }

@@ -54,13 +54,13 @@ def test_json_on_stdout_takes_the_place_of_the_tables(bench):
 
 
 def test_wrong_results_are_exit_status_1_and_no_ratio(bench, monkeypatch):
-    load = cupy_resnet.model.load
+    load = cupy_resnet.loading.load
 
     def broken(*arguments, **options):
         model = load(*arguments, **options)
         return lambda x: model(x) * np.float32(1.001)
 
-    monkeypatch.setattr(cupy_resnet.model, "load", broken)
+    monkeypatch.setattr(cupy_resnet.loading, "load", broken)
     done = bench(*QUICK, "--batch", "1")
     assert done.status == 1
     assert "ours (wrong)" in done.out
@@ -68,7 +68,7 @@ def test_wrong_results_are_exit_status_1_and_no_ratio(bench, monkeypatch):
 
 
 def test_what_was_measured_before_a_failure_is_kept(bench, monkeypatch, tmp_path):
-    load = cupy_resnet.model.load
+    load = cupy_resnet.loading.load
     loads = []
 
     def once(*arguments, **options):
@@ -77,7 +77,7 @@ def test_what_was_measured_before_a_failure_is_kept(bench, monkeypatch, tmp_path
             raise MemoryError("no room for the second row")
         return load(*arguments, **options)
 
-    monkeypatch.setattr(cupy_resnet.model, "load", once)
+    monkeypatch.setattr(cupy_resnet.loading, "load", once)
     done = bench(*QUICK, "--batch", "1,2", "--json", str(tmp_path / "part.json"))
     assert done.status == 1
     assert "error: no room for the second row" in done.err

@@ -7,7 +7,7 @@ from helpers import normal
 from helpers import torch_model as other_torch_model
 
 import cupy_resnet
-from cupy_resnet.model import PRECISIONS
+from cupy_resnet.loading import PRECISIONS
 from cupy_resnet.networks import describe, random_state_dict
 from cupy_resnet.proof.bench import comparison, contenders, timing
 from cupy_resnet.proof.bench.comparison import (
@@ -113,7 +113,7 @@ def test_buffers_differ_and_are_the_same_in_both_layouts():
 
 def test_our_input_is_the_rivals_memory_and_ours_is_loaded_through_the_public_function(monkeypatch):
     seen = []
-    load = cupy_resnet.model.load
+    load = cupy_resnet.loading.load
 
     def spy(model, weights, **options):
         loaded = load(model, weights, **options)
@@ -125,7 +125,7 @@ def test_our_input_is_the_rivals_memory_and_ours_is_loaded_through_the_public_fu
         seen.append((model, str(weights).endswith(".npz"), options))
         return call
 
-    monkeypatch.setattr(cupy_resnet.model, "load", spy)
+    monkeypatch.setattr(cupy_resnet.loading, "load", spy)
     list(rows(plan()))
     model, from_file, options = seen.pop(0)
     assert (model, from_file) == ("resnet20", True)
@@ -149,14 +149,14 @@ BROKEN = {
 @pytest.mark.parametrize("kind", BROKEN)
 def test_wrong_results_get_no_ratio(kind, monkeypatch):
     breaks, reason = BROKEN[kind]
-    load = cupy_resnet.model.load
+    load = cupy_resnet.loading.load
     calls = []
 
     def broken(*arguments, **options):
         model = load(*arguments, **options)
         return lambda x: calls.append(1) or breaks(model(x), len(calls))
 
-    monkeypatch.setattr(cupy_resnet.model, "load", broken)
+    monkeypatch.setattr(cupy_resnet.loading, "load", broken)
     (row,) = rows(plan(rivals=["torch-cpu"]))
     (ours,) = row.ours
     assert reason in ours.wrong
@@ -196,7 +196,7 @@ def test_an_error_of_ours_is_raised(monkeypatch):
     def broken(*arguments, **options):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(cupy_resnet.model, "load", broken)
+    monkeypatch.setattr(cupy_resnet.loading, "load", broken)
     with pytest.raises(MemoryError, match="no room"):
         list(rows(plan()))
 

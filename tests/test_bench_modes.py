@@ -11,20 +11,22 @@ from helpers import normal
 from PIL import Image
 
 import cupy_resnet
-from cupy_resnet.conv2d import Conv2dProblem
+from cupy_resnet.conv2d import PRECISIONS, Conv2dProblem
+from cupy_resnet.engines.bfloat16 import to_bfloat16
 from cupy_resnet.engines.numpy_engine import NumpyEngine
 from cupy_resnet.engines.shape_engine import ShapeEngine
 from cupy_resnet.networks import describe, random_state_dict
 from cupy_resnet.proof import tables
-from cupy_resnet.proof.bench import end_to_end
+from cupy_resnet.proof.bench import end_to_end, ladder
 from cupy_resnet.proof.bench.end_to_end import EndToEndReport, TorchvisionPipeline, image_files, measure_end_to_end
 from cupy_resnet.proof.bench.fusion import FusionReport, Pass, measure_fusion
 from cupy_resnet.proof.bench.ladder import measure
 from cupy_resnet.proof.bench.listings import list_end_to_end, list_fusion, list_ladder
+from cupy_resnet.proof.bench.precisions import RULES
 from cupy_resnet.proof.bench.report import write_json
 from cupy_resnet.proof.bench.stages import STAGES, bind_stage, stage_records
 from cupy_resnet.proof.bench.timing import Effort
-from cupy_resnet.proof.ladder import Layer, convolutions, library_rungs, parse_problem, rungs
+from cupy_resnet.proof.ladder import Layer, convolutions, library_rungs, parse_problem, rival_precision, rungs
 
 QUICK = Effort(samples=5, warmup=1, seconds=0.2)
 PROBLEM = Conv2dProblem(N=2, H=9, W=9, C=4, K=6, R=3, S=3, pad_h=1, pad_w=1)
@@ -108,8 +110,34 @@ def test_a_ladder_of_another_precision():
     assert layer.kernels == []
     assert layer.rival == "onednn_bf16"
     assert [round(rung.percent_of_cudnn) for rung in library_rungs(report)][1] == 100
-    with pytest.raises(ValueError, match="fp32, fp16, bf16"):
-        measure({PROBLEM: 1}, engine="numpy", effort=QUICK, precision="int8")
+    assert layer.text.endswith(", bf16")
+
+
+def test_the_ladder_of_a_precision_as_accurate_as_float32_has_float32_as_its_rival():
+    report = measure({PROBLEM: 1}, engine="numpy", effort=QUICK, precision="fp32-tc")
+    (layer,) = (Layer(**layer) for layer in report["layers"])
+    assert (layer.kernels, layer.rival) == ([], "onednn")  # the NumPy engine computes in fp32 itself
+    assert library_rungs(report)[0].percent_of_cudnn == pytest.approx(100)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp16", "int8"])
+def test_a_ladder_without_a_rival_is_refused(precision):
+    with pytest.raises(ValueError, match=f"numpy engine .* in fp32, fp32-tc, bf16, not in '{precision}'"):
+        measure({PROBLEM: 1}, engine="numpy", effort=QUICK, precision=precision)
+
+
+def test_every_precision_has_rules_and_a_tolerance_for_the_ladder():
+    assert set(ladder.TOLERANCES) == set(PRECISIONS) == set(RULES)
+    for name, arithmetic in PRECISIONS.items():
+        assert rival_precision(name) in ladder.TORCH_PRECISIONS["cuda"]
+        assert RULES[name].itemsize == arithmetic.element_size
+
+
+def test_outputs_in_bfloat16_are_compared_by_value():
+    expected = normal((2, 3, 3, 4)).astype(np.float64)
+    assert 1e-4 < ladder._relative_error(to_bfloat16(expected), expected) < ladder.TOLERANCES["bf16"]
+    expected[1, 2] = 0
+    assert ladder._relative_error(to_bfloat16(normal((2, 3, 3, 4))), expected) > ladder.TOLERANCES["bf16"]
 
 
 def test_the_stored_ladder_reads_as_before_and_is_listed():
@@ -361,8 +389,8 @@ def test_pages_show_fusion_and_whole_runs(tmp_path, monkeypatch):
     layer = Layer(
         asdict(PROBLEM), str(PROBLEM), 1, PROBLEM.flops, {"numpy": ""}, {"numpy": [1.0], "onednn_nhwc": [2.0]}
     )
-    ladder = MACHINE | {"format": "ladder", "model": None, "batch": None, "precision": "fp32"}
-    write_json(tmp_path / "one.json", ladder | {"layers": [asdict(replace(layer, library="onednn"))]})
+    stored = MACHINE | {"format": "ladder", "model": None, "batch": None, "precision": "fp32"}
+    write_json(tmp_path / "one.json", stored | {"layers": [asdict(replace(layer, library="onednn"))]})
     assert "| + add-ReLU | 10 | 1.00 | 2.00 | 2.00× | – |" in tables.table("fusion")
     assert "| decode | 8.00 | 40 % | threads |" in tables.table("files")
     assert "| numpy | 1 | 1.00 |" in tables.table("one")

@@ -218,10 +218,10 @@ def test_an_error_of_the_gpu_is_a_message_and_any_other_fault_a_traceback(monkey
         return load
 
     from_cuda = type("CUDARuntimeError", (RuntimeError,), {"__module__": "cupy_backends.cuda.api.runtime"})
-    monkeypatch.setattr("cupy_resnet.model.load", fail(from_cuda))
+    monkeypatch.setattr("cupy_resnet.loading.load", fail(from_cuda))
     done = run_here(monkeypatch, capsys, "predict", "a.jpg")
     assert done.status == 1
     assert done.err == "error: cudaErrorIllegalAddress: an illegal memory access was encountered\n"
-    monkeypatch.setattr("cupy_resnet.model.load", fail(RuntimeError))
+    monkeypatch.setattr("cupy_resnet.loading.load", fail(RuntimeError))
     with pytest.raises(RuntimeError, match="cudaErrorIllegalAddress"):
         run_here(monkeypatch, capsys, "predict", "a.jpg")

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode
 
-from cupy_resnet.conv2d import Conv2dProblem
+from cupy_resnet.conv2d import PRECISIONS, Conv2dProblem, stem
 from cupy_resnet.conv2d.params import PARAMS_DTYPE, conv2d_params
 from cupy_resnet.engines.cuda_engine import POOL2D_DTYPE
 from cupy_resnet.resources import folder
@@ -91,9 +92,35 @@ def test_pointwise(change: dict[str, int], expected: bool) -> None:
     assert replace(Conv2dProblem(N=1, H=4, W=4, C=8, K=8, R=1, S=1), **change).is_pointwise is expected
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("float16", 2), ("bfloat16", 2), ("float32", 4), ("float64", 8)])
-def test_bytes_follow_the_dtype(dtype: str, size: int) -> None:
-    assert replace(PLAIN, dtype=dtype).bytes == size * (2 * 10 * 12 * 8 + 16 * 9 * 8 + 2 * 10 * 12 * 16)
+@pytest.mark.parametrize(
+    ("precision", "element", "storage", "size"),
+    [
+        ("fp32", "float", "float32", 4),
+        ("fp32-tc", "float", "float32", 4),
+        ("tf32", "float", "float32", 4),
+        ("fp16", "Half", "float16", 2),
+        ("bf16", "BFloat16", "uint16", 2),
+    ],
+)
+def test_bytes_follow_the_precision(precision: str, element: str, storage: str, size: int) -> None:
+    problem = replace(PLAIN, precision=precision)
+    assert problem.bytes == size * (2 * 10 * 12 * 8 + 16 * 9 * 8 + 2 * 10 * 12 * 16)
+    assert problem.flops == PLAIN.flops
+    arithmetic = problem.arithmetic
+    assert (arithmetic.name, arithmetic.element, arithmetic.storage) == (precision, element, np.dtype(storage))
+    assert arithmetic.element_size == size
+    assert arithmetic.tensor_cores == (precision != "fp32")
+    assert arithmetic.defines() == {"ELEMENT": element, "PRODUCTS": 3 if precision == "fp32-tc" else 1}
+
+
+def test_these_are_all_precisions() -> None:
+    assert list(PRECISIONS) == ["fp32", "fp32-tc", "tf32", "fp16", "bf16"]
+
+
+@pytest.mark.parametrize("precision", ["float16", "FP16", "auto", ""])
+def test_an_unknown_precision_is_refused_with_those_there_are(precision: str) -> None:
+    with pytest.raises(ValueError, match=rf"must be one of fp32, .*bf16, got '{precision}'$"):
+        replace(PLAIN, precision=precision)
 
 
 POSITIVE = ("H", "W", "C", "K", "R", "S", "stride_h", "stride_w", "dilation_h", "dilation_w", "groups")
@@ -182,6 +209,7 @@ def test_everything_below_is_allowed(problem: Conv2dProblem) -> None:
         (PLAIN, "2×10×12×8 → 16, 3×3, pad 1×1"),
         (STEM, "2×224×224×3 → 64, 7×7, stride 2×2, pad 3×3"),
         (UNEVEN, "7×40×50×12 → 20, 5×6, stride 2×3, pad 8×9, dilation 4×1, groups 4"),
+        (replace(UNEVEN, precision="bf16"), "7×40×50×12 → 20, 5×6, stride 2×3, pad 8×9, dilation 4×1, groups 4, bf16"),
     ],
 )
 def test_prints_what_differs_from_the_plain_case(problem: Conv2dProblem, text: str) -> None:
@@ -190,28 +218,42 @@ def test_prints_what_differs_from_the_plain_case(problem: Conv2dProblem, text: s
 
 def test_equal_problems_are_one_key() -> None:
     assert len({PLAIN, replace(PLAIN), STEM}) == 2
+    assert len({replace(PLAIN, precision=precision) for precision in PRECISIONS}) == len(PRECISIONS)
 
 
-def struct_fields(header: str, struct: str) -> list[str]:
-    """The names of a struct's fields, all of which must be ints."""
-    text = (folder("kernels_cu") / "include" / header).read_text(encoding="utf-8")
-    (body,) = re.findall(rf"struct {struct} \{{(.*?)\}};", re.sub(r"//[^\n]*", "", text), re.DOTALL)
-    fields = []
+def struct_fields(path: Path, struct: str) -> dict[str, str]:
+    """The names and types of a struct's fields, in order."""
+    text = re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8"))
+    (body,) = re.findall(rf"struct {struct} \{{(.*?)\}};", text, re.DOTALL)
+    fields = {}
     for declaration in filter(None, map(str.strip, body.split(";"))):
-        assert declaration.startswith("int "), declaration
-        fields += [name.strip() for name in declaration.removeprefix("int ").split(",")]
+        kind = re.match(r"(long long|int) ", declaration)
+        assert kind, declaration
+        fields |= {name.strip(): kind[1] for name in declaration.removeprefix(kind[0]).split(",")}
     return fields
 
 
 @pytest.mark.parametrize(
-    ("dtype", "header", "struct"),
-    [(PARAMS_DTYPE, "conv2d_params.cuh", "Conv2dParams"), (POOL2D_DTYPE, "pool2d.cuh", "Pool2dParams")],
+    ("dtype", "file", "struct"),
+    [
+        (PARAMS_DTYPE, "include/conv2d_params.cuh", "Conv2dParams"),
+        (POOL2D_DTYPE, "include/pool2d.cuh", "Pool2dParams"),
+        (stem.PARAMS_DTYPE, "conv2d_stem.cu", "StemParams"),
+    ],
+    ids=["Conv2dParams", "Pool2dParams", "StemParams"],
 )
-def test_the_record_mirrors_the_kernels_struct(dtype: np.dtype, header: str, struct: str) -> None:
-    fields = struct_fields(header, struct)
-    assert dtype == np.dtype({"names": fields, "formats": ["<i4"] * len(fields)})
-    assert [dtype.fields[name][1] for name in fields] == [4 * i for i in range(len(fields))]
-    assert dtype.itemsize == 4 * len(fields)
+def test_the_record_mirrors_the_kernels_struct(dtype: np.dtype, file: str, struct: str) -> None:
+    fields = struct_fields(folder("kernels_cu") / file, struct)
+    kinds = {"int": "<i4", "long long": "<i8"}
+    assert [(name, dtype.fields[name][0].str) for name in dtype.names] == [(n, kinds[k]) for n, k in fields.items()]
+    offset = 0
+    for name in fields:  # each at a multiple of its size, as C++ lays it out, without a gap
+        size = dtype.fields[name][0].itemsize
+        assert dtype.fields[name][1] == offset
+        assert offset % size == 0
+        offset += size
+    assert dtype.itemsize == offset
+    assert offset % max(dtype.fields[name][0].itemsize for name in fields) == 0
 
 
 def test_the_record_holds_the_problem() -> None:

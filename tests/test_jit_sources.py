@@ -38,6 +38,52 @@ def test_a_misspelled_minimum_architecture_is_named(root):
         find_kernel("scale")
 
 
+CONDITIONS = """\
+// scale: multiplies by FACTOR.
+// @solves y = FACTOR * x
+// @arch sm_70
+// @arch_if ELEMENT=BFloat16 sm_80
+//   @arch_if   PRODUCTS=3   sm_90a
+int f;  // @arch_if ELEMENT=Half sm_90
+"""
+
+
+@pytest.mark.parametrize(
+    ("defines", "arch"),
+    [
+        ({}, "sm_70"),
+        ({"ELEMENT": "Half"}, "sm_70"),  # what is no line of its own is no condition
+        ({"ELEMENT": "BFloat16"}, "sm_80"),
+        ({"ELEMENT": "BFloat16x"}, "sm_70"),
+        ({"OTHER": "BFloat16"}, "sm_70"),
+        ({"PRODUCTS": 3}, "sm_90a"),  # numbers as they are written
+        ({"PRODUCTS": 30}, "sm_70"),
+    ],
+)
+def test_a_form_that_needs_more_says_so(root, defines, arch):
+    (root / "scale.cu").write_text(CONDITIONS)
+    kernel = find_kernel("scale")
+    assert kernel.min_arch == "sm_70"
+    assert kernel.min_arch_of(defines) == arch
+
+
+def test_of_two_conditions_the_higher_counts(root):
+    (root / "scale.cu").write_text(CONDITIONS)
+    assert find_kernel("scale").min_arch_of({"ELEMENT": "BFloat16", "PRODUCTS": 3}) == "sm_90a"
+
+
+def test_a_condition_with_a_misspelled_architecture_is_named(root):
+    (root / "scale.cu").write_text(CONDITIONS.replace("sm_80", "sm80"))
+    with pytest.raises(CompileError, match=r"scale\.cu.*@arch_if.*'sm80'"):
+        find_kernel("scale")
+
+
+def test_a_form_is_refused_below_its_own_minimum_only(root):
+    (root / "scale.cu").write_text(KERNELS["scale.cu"].replace("sm_70\n", "sm_70\n// @arch_if FACTOR=3 sm_90\n"))
+    with pytest.raises(CompileError, match="kernel scale needs at least sm_90, but sm_80 was asked for"):
+        jit.compile_kernel("scale", defines={"FACTOR": 3}, arch="sm_80")
+
+
 @pytest.mark.parametrize("name", ["scael", "../scale", "include/scale", ""])
 def test_an_unknown_kernel_lists_the_known(root, name):
     with pytest.raises(ValueError, match="hopper, scale, wmma_tile"):

@@ -1,10 +1,11 @@
 """Every form of every kernel compiles without a GPU, spills nothing, and fits a multiprocessor as often as it promises.
 
-All forms are compiled for one architecture, each kernel's default form for every architecture that the NVRTC here and
-the kernel allow.
+All forms are compiled for one GPU, each kernel's default form for every architecture that the NVRTC here and the kernel
+allow.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -12,14 +13,15 @@ from typing import Any
 import pytest
 
 from cupy_resnet import environment, jit
-from cupy_resnet.conv2d import H100, VARIANTS
-from cupy_resnet.conv2d.configs import IMPLICIT_GEMM, WINOGRAD, Config
+from cupy_resnet.conv2d import H100, VARIANTS, stem
+from cupy_resnet.conv2d.configs import IMPLICIT_GEMM, WGMMA, WINOGRAD, Config
+from cupy_resnet.errors import CompileError
 from cupy_resnet.jit import toolchain
+from cupy_resnet.jit.sources import find_kernel, load_program
 from cupy_resnet.kernels import configurations
 
 pytest.importorskip("cupy")
 
-ARCH = H100.arch
 REGISTERS_PER_SM = 65536
 REGISTERS_PER_THREAD = 255
 SHARED_PER_SM = 228 << 10
@@ -34,6 +36,17 @@ def form(kernel: str, defines: dict[str, Any], arch: str) -> Form:
     return kernel, tuple(defines.items()), arch
 
 
+def form_on_h100(kernel: str, defines: dict[str, Any]) -> Form:
+    """With the letter of ``sm_90a`` where the kernel asks for it."""
+    minimum = jit.Arch.parse(find_kernel(kernel).min_arch_of(defines))
+    return form(kernel, defines, str(jit.Arch.parse(H100.arch).specialised(minimum)))
+
+
+def is_compiled_here(kernel: str, defines: dict[str, Any]) -> bool:
+    """Whether the tests compile a form: all but most of conv2d_stem's, which differ in how pixels are read only."""
+    return kernel != stem.SOURCE or defines["CHANNELS"] == 3 or defines["INPUT"] == "float"
+
+
 def describe(value: Form) -> str:
     kernel, defines, arch = value
     return "-".join([kernel, *(f"{name}={text}".replace(" ", "_") for name, text in defines), arch])
@@ -44,13 +57,20 @@ def default_forms() -> list[Form]:
     archs = [jit.Arch(number) for number in toolchain.supported_archs()]
     forms = []
     for kernel in jit.list_kernels():
-        targets = {arch.specialised(jit.Arch.parse(kernel.min_arch)) for arch in archs} - {None}
+        default = configurations(kernel.name)[0]
+        minimum = jit.Arch.parse(kernel.min_arch_of(default))
+        targets = {arch.specialised(minimum) for arch in archs} - {None}
         assert targets, f"this NVRTC knows no architecture that {kernel.name} runs on"
-        forms += [form(kernel.name, configurations(kernel.name)[0], str(t)) for t in sorted(targets, key=str)]
+        forms += [form(kernel.name, default, str(target)) for target in sorted(targets, key=str)]
     return forms
 
 
-FORMS = [form(kernel.name, defines, ARCH) for kernel in jit.list_kernels() for defines in configurations(kernel.name)]
+FORMS = [
+    form_on_h100(kernel.name, defines)
+    for kernel in jit.list_kernels()
+    for defines in configurations(kernel.name)
+    if is_compiled_here(kernel.name, defines)
+]
 DEFAULT_FORMS = default_forms()
 
 
@@ -91,7 +111,7 @@ def test_default_form_on_every_architecture(compiled: dict[Form, Future[jit.Comp
 
 
 def resources(compiled: dict[Form, Future[jit.Compiled]], kernel: str, config: Config) -> jit.KernelResources:
-    return compiled[form(kernel, dict(config.defines()), ARCH)].result().resources[kernel]
+    return compiled[form_on_h100(kernel, dict(config.defines()))].result().resources[kernel]
 
 
 @pytest.mark.parametrize("config", IMPLICIT_GEMM, ids=str)
@@ -110,10 +130,33 @@ def test_a_block_of_winograd_fits(compiled, config) -> None:
     assert used.shared_memory + config.shared_memory <= H100.shared_memory_per_block
 
 
+@pytest.mark.parametrize("config", WGMMA, ids=lambda config: f"{config.precision} {config}")
+def test_a_block_of_wgmma_fits_and_has_the_registers_that_its_warpgroups_share(compiled, config) -> None:
+    used = resources(compiled, "conv2d_wgmma", config)
+    assert used.shared_memory <= 1024  # beside what is dynamic, which begins at a multiple of that
+    assert 1024 + config.shared_memory <= H100.shared_memory_per_block
+    assert used.registers * config.threads <= REGISTERS_PER_SM
+    # Consumers wait until the producer's warpgroup has given back enough: they would wait for ever for more.
+    text = load_program(find_kernel("conv2d_wgmma")).text
+    ((producer,), (consumer,)) = (
+        re.findall(rf"setmaxnreg\.{way}\.sync\.aligned\.u32 (\d+);", text) for way in ("dec", "inc")
+    )
+    warpgroup = config.threads // (1 + config.CONSUMERS)
+    assert int(producer) < used.registers < int(consumer)
+    assert warpgroup * (int(producer) + config.CONSUMERS * int(consumer)) <= used.registers * config.threads
+
+
+def test_wgmma_is_compiled_for_sm_90a_only() -> None:
+    for forms in (FORMS, DEFAULT_FORMS):
+        assert {arch for kernel, _, arch in forms if kernel == "conv2d_wgmma"} == {"sm_90a"}
+    with pytest.raises(CompileError, match=r"^kernel conv2d_wgmma needs exactly sm_90a, but sm_90 was asked for$"):
+        jit.compile_kernel("conv2d_wgmma", defines=dict(WGMMA[0].defines()), arch="sm_90")
+
+
 @pytest.mark.parametrize(("kernel", "threads"), [("conv2d_direct", 256), ("conv2d_shared", 1024), ("sgemm", 256)])
 def test_a_block_of_the_lower_rungs_fits(compiled, kernel: str, threads: int) -> None:
     for defines in configurations(kernel):
-        used = compiled[form(kernel, defines, ARCH)].result().resources[kernel]
+        used = compiled[form_on_h100(kernel, defines)].result().resources[kernel]
         assert used.registers * threads <= REGISTERS_PER_SM
 
 

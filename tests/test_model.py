@@ -12,7 +12,8 @@ import torch
 from helpers import assert_close, normal, torch_checkpoints, torch_model
 
 import cupy_resnet
-from cupy_resnet import arrays, environment
+from cupy_resnet import environment
+from cupy_resnet.arrays import exchanged
 from cupy_resnet.conv2d import variant_names
 from cupy_resnet.engines import selection
 from cupy_resnet.engines.numpy_engine import NumpyEngine
@@ -98,25 +99,76 @@ def test_torch_tensors_come_back_as_torch_tensors(model, expected, variant) -> N
     np.testing.assert_array_equal(logits.numpy(), expected)
 
 
+def test_a_negation_that_torch_has_put_off_is_seen(model, expected) -> None:
+    x = torch.imag(torch.complex(torch.zeros(X.shape), torch.from_numpy(-X)).conj())
+    assert x.is_neg()
+    np.testing.assert_array_equal(model(x).numpy(), expected)
+
+
+def test_a_call_that_can_be_repeated_is_not_looked_at_again(model, expected, monkeypatch) -> None:
+    calls = []
+
+    def replay(x, out):
+        calls.append((x, out))
+        return "repeated" if out != "odd" else None
+
+    monkeypatch.setattr(model._runner, "replay", replay)
+    assert model("x") == "repeated"
+    assert model("x", out="out") == "repeated"
+    with pytest.raises(TypeError, match="x must be a NumPy array"):
+        model("x", out="odd")
+    assert calls == [("x", None), ("x", "out"), ("x", "odd")]
+
+
 def test_torch_bfloat16_is_cast(model) -> None:
     x = torch.from_numpy(X).bfloat16()
     np.testing.assert_array_equal(model(x).numpy(), model(x.float().numpy()))
 
 
-def test_a_negation_that_torch_has_put_off_is_seen(model, expected) -> None:
-    """The imaginary part of a conjugate shares memory that holds the opposite of its values."""
-    x = torch.imag(torch.complex(torch.zeros(X.shape), -torch.from_numpy(X)).conj())
-    assert x.is_neg()
-    np.testing.assert_array_equal(model(x).numpy(), expected)
-
-
-def test_channels_last_memory_is_not_permuted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_channels_last_memory_is_not_copied(kind) -> None:
     ops = NumpyEngine()
     nhwc = np.ascontiguousarray(X.transpose(0, 2, 3, 1))
-    assert np.shares_memory(arrays.to_nhwc(ops, nhwc.transpose(0, 3, 1, 2)), nhwc)
-    converted = arrays.to_nhwc(ops, X)
-    assert not np.shares_memory(converted, X)
-    np.testing.assert_array_equal(converted, nhwc)
+    for x, copied in ((nhwc.transpose(0, 3, 1, 2), False), (X, True)):
+        with exchanged(kind(x), ops) as exchange:
+            activations = ops.pixels(exchange.array.transpose(0, 2, 3, 1))
+        assert np.shares_memory(activations, x) is not copied
+        assert activations.flags.c_contiguous
+        np.testing.assert_array_equal(activations, nhwc)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_logits_go_where_the_caller_wants_them(model, expected, kind) -> None:
+    out = kind(np.full((3, 10), np.nan, np.float32))
+    assert model(kind(X), out=out) is out
+    np.testing.assert_array_equal(np.asarray(out), expected)
+    assert model(kind(X[:1]), out=out[:1]).shape == (1, 10)
+    np.testing.assert_allclose(np.asarray(out), expected, rtol=1e-5, atol=1e-5)
+    empty = kind(np.zeros((0, 10), np.float32))
+    assert model(kind(X[:0]), out=empty) is empty
+
+
+@pytest.mark.parametrize(
+    ("x", "out", "error", "message"),
+    [
+        (X, torch.zeros(3, 10), TypeError, "same kind of array as x, ndarray, got Tensor"),
+        (torch.from_numpy(X), np.zeros((3, 10), np.float32), TypeError, "same kind of array as x, Tensor, got ndarray"),
+        (X, [[0.0] * 10] * 3, TypeError, "got list"),
+        (X, np.zeros((3, 10)), TypeError, "out must be float32, got float64"),
+        (torch.from_numpy(X), torch.zeros(3, 10, dtype=torch.float16), TypeError, "float32, got torch.float16"),
+        (X, np.zeros((3, 10), ">f4"), TypeError, "out must be float32, got >f4"),
+        (X, np.zeros((2, 10), np.float32), ValueError, r"shape \(3, 10\), got \(2, 10\)"),
+        (X, np.zeros((3, 10, 1), np.float32), ValueError, r"shape \(3, 10\), got \(3, 10, 1\)"),
+        (X, np.zeros((10, 3), np.float32).T, ValueError, "C-contiguous"),
+        (torch.from_numpy(X), torch.zeros(10, 3).T, ValueError, "C-contiguous"),
+        (torch.from_numpy(X), torch.zeros(3, 10, device="meta"), ValueError, "on the device of x, cpu, got meta"),
+        (X, read_only(np.zeros((3, 10), np.float32)), ValueError, "read-only"),
+    ],
+)
+def test_a_wrong_place_for_logits_is_named_before_anything_runs(model, monkeypatch, x, out, error, message) -> None:
+    monkeypatch.setattr(NumpyEngine, "conv2d", lambda *_, **__: pytest.fail("it ran"))
+    with pytest.raises(error, match=message):
+        model(x, out=out)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
 from cupy_resnet.conv2d.problem import Conv2dProblem
-from cupy_resnet.engines import numpy_engine
+from cupy_resnet.engines import numpy_windows
 from cupy_resnet.engines.base import Ops
+from cupy_resnet.engines.bfloat16 import to_bfloat16
+from cupy_resnet.engines.cuda_engine import CudaEngine
 from cupy_resnet.engines.numpy_engine import NumpyEngine
 from cupy_resnet.engines.shape_engine import ShapeArray, ShapeEngine
 
@@ -39,7 +41,7 @@ def with_specials(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("engine", [NumpyEngine, ShapeEngine])
+@pytest.mark.parametrize("engine", [NumpyEngine, ShapeEngine, CudaEngine])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_operation_of_the_contract_exists_with_its_arguments(engine: type, operation: str) -> None:
     wanted = inspect.signature(getattr(Ops, operation)).parameters.values()
@@ -62,7 +64,7 @@ def test_conv2d_is_exact_on_integers_whatever_the_block(case: ConvCase, column_b
     arrays = case.arrays(exact=True)
     before = {name: None if array is None else array.copy() for name, array in arrays.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numpy_engine, "COLUMN_BYTES", column_bytes)
+        patch.setattr(numpy_windows, "COLUMN_BYTES", column_bytes)
         y = ops.conv2d(**arrays, **case.arguments)
     np.testing.assert_array_equal(y, torch_conv2d(arrays, case.arguments))
     for name, array in arrays.items():
@@ -200,6 +202,55 @@ def test_normalisation_is_torchvisions_bit_for_bit(dtype: str, N: int) -> None:
     np.testing.assert_array_equal(ops.nchw_to_nhwc(x), nhwc(scaled))
 
 
+PIXELS = {"uint8": np.uint8, "float16": np.float16, "float32": np.float32, "bfloat16": np.int16}
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("dtype", PIXELS)
+def test_pixels_of_any_type_and_strides(dtype: str, normalized: bool) -> None:
+    values = np.random.default_rng(0).integers(0, 256, (2, 6, 10, 3)).astype(np.float32)
+    x = to_bfloat16(values).view(np.int16) if dtype == "bfloat16" else values.astype(dtype)
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    expected = torch.from_numpy(values / np.float32(255) if dtype == "uint8" else values).permute(0, 3, 1, 2)
+    if normalized:
+        expected = torchvision.transforms.functional.normalize(expected, mean, std)
+    options = {"mean": mean, "std": std} if normalized else {}
+    turned = np.ascontiguousarray(x.transpose(0, 3, 1, 2)).transpose(0, 2, 3, 1)
+    for pixels in (x, turned, np.ascontiguousarray(x[:, ::-1])[:, ::-1], np.repeat(x, 2, axis=2)[:, :, ::2]):
+        before, out = pixels.copy(), np.empty(x.shape, np.float32)
+        y = ops.pixels(pixels, **options)
+        np.testing.assert_array_equal(y, nhwc(expected))
+        assert y.flags.c_contiguous
+        assert y.dtype == np.float32
+        assert ops.pixels(pixels, **options, out=out) is out
+        np.testing.assert_array_equal(out, y)
+        np.testing.assert_array_equal(pixels, before)
+
+
+def test_pixels_that_are_activations_already_are_not_copied() -> None:
+    x = normal((2, 4, 5, 3))
+    assert ops.pixels(x) is x
+    assert ops.pixels(x, out=np.empty_like(x)) is not x
+
+
+@pytest.mark.parametrize("shape", [(2, 37, 46, 3), (1, 1, 1, 1), (3, 8, 7, 4), (0, 9, 9, 3)])
+def test_stem_is_torchs(shape: tuple[int, ...]) -> None:
+    x = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    C = shape[3]
+    weight, bias = normal((16, 7, 7, C), 1, 0.1), normal((16,), 2)
+    mean, std = np.linspace(0.4, 0.5, C), np.linspace(0.2, 0.3, C)
+    pixels = (torch.from_numpy(x).double() / 255 - torch.from_numpy(mean)) / torch.from_numpy(std)
+    y = F.conv2d(pixels.permute(0, 3, 1, 2), nchw(weight).double(), torch.from_numpy(bias).double(), 2, 3)
+    expected = nhwc(F.max_pool2d(F.relu(y), 3, 2, 1).float())
+    out = np.empty(expected.shape, np.float32)
+    assert_close(ops.stem(x, ops.filter(weight), bias, mean, std), expected)
+    assert ops.stem(x, weight, bias, mean, std, out=out) is out
+    assert_close(out, expected)
+    shapes = ShapeEngine()
+    stand_ins = [ShapeArray(a.shape, dtype=a.dtype) for a in (x, weight, bias)]
+    assert shapes.stem(*stand_ins, mean, std).shape == expected.shape
+
+
 def test_layout_round_trip_and_strided_input() -> None:
     x = normal((2, 3, 5, 7))[:, ::-1, ::2]
     y = ops.nchw_to_nhwc(x)
@@ -240,7 +291,9 @@ X, W = np.zeros((2, 5, 5, 4), np.float32), np.zeros((6, 3, 3, 4), np.float32)
         (lambda o: o.avg_pool2d(X, 2, stride=0), "at least 1"),
         (lambda o: o.global_avg_pool2d(X[:, :0]), "no pixels"),
         (lambda o: o.linear(X[0, 0], W[0, 0, :, :3]), r"\(5, 4\) and weight \(3, 3\)"),
+        (lambda o: o.linear(X[0, 0, :, :0], W[0, 0, :, :0]), r"x \(5, 0\) has no features"),
         (lambda o: o.softmax(X), r"x must be \(N, K\)"),
+        (lambda o: o.softmax(X[0, 0, :, :0]), r"x \(5, 0\) has no classes"),
         (
             lambda o: o.batch_norm2d(X, *[X[0, 0, 0]] * 3, X[0, 0, 0, :3]),
             r"running_var has shape \(3,\), expected \(4,\)",
@@ -250,6 +303,12 @@ X, W = np.zeros((2, 5, 5, 4), np.float32), np.zeros((6, 3, 3, 4), np.float32)
         (lambda o: o.normalize(X, (0, 0), (1, 1)), r"mean has shape \(2,\), expected \(4,\)"),
         (lambda o: o.normalize(X, [0] * 4, [1, 1, 0, 1]), "std must not be zero"),
         (lambda o: o.filter(X[0]), r"weight must be \(K, R, S, C/groups\)"),
+        (lambda o: o.pixels(X[0]), r"x must be \(N, H, W, C\)"),
+        (lambda o: o.pixels(X, (0, 0, 0)), "given together"),
+        (lambda o: o.pixels(X, out=X[:1]), r"out must be a C-contiguous float32 array of shape \(2, 5, 5, 4\)"),
+        (lambda o: o.max_pool2d(X, 3, out=X), r"out must be .* of shape \(2, 1, 1, 4\), got .*\(2, 5, 5, 4\)"),
+        (lambda o: o.stem(X, W, X[0, 0, 0]), r"bias has shape \(4,\)"),
+        (lambda o: o.stem(X, W, W[:, 0, 0, 0]), r"weight \(6, 3, 3, 4\) must be a 7×7 filter"),
     ],
 )
 def test_wrong_shapes_are_named(call, message: str) -> None:
@@ -262,6 +321,8 @@ def test_wrong_dtypes_and_types_are_named() -> None:
         ops.relu(X.astype(np.float64))
     with pytest.raises(TypeError, match="y must be a NumPy array, got list"):
         ops.add(X, X.tolist())
+    with pytest.raises(TypeError, match="x must be uint8, float16, float32, or bfloat16 as uint16 or int16, got int64"):
+        ops.pixels(X.astype(np.int64))
 
 
 @settings(max_examples=60, deadline=None)

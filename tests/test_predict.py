@@ -212,7 +212,7 @@ def test_case_28_two_classes_of_one_name_are_told_apart(tmp_path: Path) -> None:
 def test_case_29_features_and_logits_come_from_one_pass(model, monkeypatch: pytest.MonkeyPatch) -> None:
     images = [pixels(seed) for seed in range(3)]
     assert all(p.features is None for p in model.predict(images))
-    _, ops = model._alive()
+    ops = model.ops
     passes = []
     linear = ops.linear
     monkeypatch.setattr(ops, "linear", lambda *arguments: passes.append(1) or linear(*arguments))

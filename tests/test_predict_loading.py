@@ -14,8 +14,7 @@ import pytest
 from predict_support import CLASSES, SMALL, STATE, pixels, small_model
 
 import cupy_resnet
-from cupy_resnet import model as model_module
-from cupy_resnet import predicting, resources
+from cupy_resnet import loading, predicting, resources
 from cupy_resnet.errors import CheckpointError
 from cupy_resnet.images import Transforms
 from cupy_resnet.networks import describe, random_state_dict
@@ -104,14 +103,14 @@ def test_batch_norm_eps_is_the_arguments_else_the_weights(tmp_path: Path) -> Non
 def test_the_default_is_resnet18_with_torchvisions_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without fetching them: the store is asked for them and hands out others."""
     asked = []
-    resolve = model_module.resolve
+    resolve = loading.resolve
     state = random_state_dict(describe("resnet18"))
 
     def stored(model: str, weights: Any, **options: Any) -> Any:
         asked.append((model, weights))
         return resolve(model, state, **{**options, "resize": 32, "crop": 32})
 
-    monkeypatch.setattr(model_module, "resolve", stored)
+    monkeypatch.setattr(loading, "resolve", stored)
     (prediction,) = cupy_resnet.predict(pixels(0), engine="numpy", categories="imagenet")
     assert asked == [("resnet18", None)]
     assert prediction.wnid.startswith("n")

@@ -64,7 +64,7 @@ def test_order_holds_when_decoding_takes_random_times(model, monkeypatch: pytest
 
 
 def test_the_next_images_are_decoded_while_the_engine_runs(model, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, ops = model._alive()
+    ops = model.ops
     decode, linear = preparation.decode, ops.linear
     decoded: set[int] = set()
     during: list[set[int]] = []
@@ -164,7 +164,7 @@ def test_a_stream_that_is_dropped_stops_its_threads(model) -> None:
 
 
 def test_an_interrupt_stops_the_threads(model, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, ops = model._alive()
+    ops = model.ops
 
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt

@@ -42,7 +42,7 @@ def short_of_memory(ops: Any, most: int) -> Any:
 def test_case_30_batches_that_do_not_fit_are_halved_with_one_warning(model, monkeypatch, caplog) -> None:
     images = [pixels(seed) for seed in range(21)]
     expected = [p.logits for p in model.predict(images)]
-    _, ops = model._alive()
+    ops = model.ops
     monkeypatch.setattr(ops, "softmax", short_of_memory(ops, 2))
     with caplog.at_level(logging.WARNING):
         predictions = model.predict(images, batch_size=8)
@@ -55,7 +55,7 @@ def test_case_30_batches_that_do_not_fit_are_halved_with_one_warning(model, monk
 
 
 def test_case_30_the_smaller_batches_stay(model, monkeypatch) -> None:
-    _, ops = model._alive()
+    ops = model.ops
     sizes = []
     limited = short_of_memory(ops, 2)
     monkeypatch.setattr(ops, "softmax", lambda logits: sizes.append(len(logits)) or limited(logits))
@@ -64,7 +64,7 @@ def test_case_30_the_smaller_batches_stay(model, monkeypatch) -> None:
 
 
 def test_case_30_no_room_for_one_image_names_what_it_needs(model, monkeypatch) -> None:
-    network, ops = model._alive()
+    network, ops = model.network, model.ops
     monkeypatch.setattr(ops, "softmax", short_of_memory(ops, 0))
     needed = activation_bytes(network, 16)
     with pytest.raises(MemoryError, match=rf"single image of 16 × 16 pixels.*\({needed} bytes\).*allocating 123 bytes"):
@@ -75,7 +75,7 @@ def test_the_batch_size_follows_the_free_memory() -> None:
     network = describe("resnet18")
     # BatchNorm behind the stem reads and writes 112 × 112 × 64 floats (3.2 MB), with room for two more of them.
     assert activation_bytes(network, 224) == 4 * 4 * 112 * 112 * 64
-    bound = cupy_resnet.load("resnet18", random_state_dict(network), engine="numpy")._alive()[0]
+    bound = cupy_resnet.load("resnet18", random_state_dict(network), engine="numpy").network
     # Once it is folded, the max-pool moves most: to 56 × 56 × 64.
     assert activation_bytes(bound, 224) == 4 * (3 * 112 * 112 * 64 + 56 * 56 * 64)
     gigabyte = 1 << 30
@@ -92,7 +92,7 @@ def test_activation_bytes_bound_what_a_pass_holds(name: str) -> None:
     """Against the peak of NumPy's allocations in an unfused pass, less im2col's columns."""
     network = describe(name)
     model = cupy_resnet.load(name, random_state_dict(network), engine="numpy", fuse=False)
-    bound, _ = model._alive()
+    bound = model.network
     size = network.default_size
     x = np.zeros((1, size, size, 3), np.uint8)
 

@@ -30,7 +30,7 @@ def timings(explanation, seconds):
 
 
 def test_every_operation_of_an_engine_is_timed():
-    untimed = {"asarray", "to_numpy", "filter"}
+    untimed = {"asarray", "upload", "to_numpy", "filter"}
     public = {name for name in vars(NumpyEngine) if not name.startswith("_") and callable(getattr(NumpyEngine, name))}
     assert public - untimed == OPERATIONS
     assert untimed <= set(vars(Ops))
@@ -123,7 +123,7 @@ def test_the_roof_of_a_precision():
 
 
 def test_every_precision_of_a_model_has_a_ceiling():
-    from cupy_resnet.model import PRECISIONS
+    from cupy_resnet.loading import PRECISIONS
 
     for precision in set(PRECISIONS) - {"auto"}:
         Roof.of(LIMITS, precision)
@@ -148,6 +148,53 @@ def test_timing_changes_no_result():
     np.testing.assert_array_equal(y, engine.conv2d(x, weight, padding=1, relu=True))
     assert (timed.name, [(t.op, t.shape) for t in timed.timings]) == ("numpy", [("conv2d", (2, 5, 5, 4))])
     assert timed.timings[0].seconds > 0
+
+
+@pytest.mark.parametrize(("name", "channels"), [("resnet18", 3), ("resnet18", 1), ("resnet20", 1)])
+def test_a_stem_and_pixels_are_what_explain_tells(name, channels):
+    """One channel has one layout only; a stem that is no kernel of its own is its parts."""
+    network = describe(name, in_channels=channels, num_classes=4)
+    model = cupy_resnet.load(name, random_state_dict(network), engine="numpy")
+    result = profile(model, 1, 32, samples=1, clock=FakeClock(), limits=LIMITS)
+    parts = ["nchw_to_nhwc"] * (channels > 1) + ["conv2d + bias + relu"] + ["max_pool2d"] * (name == "resnet18")
+    assert [op.op for op in result.ops if op.block == "stem"] == parts
+
+
+class OneKernelStem(NumpyEngine):
+    """Says, as the CUDA engine on tensor cores does, that a stem is one kernel."""
+
+    name = "cuda"
+
+    def filter(self, weight):
+        return types.SimpleNamespace(weight=super().filter(weight))
+
+    def stem_kernel(self, x_shape, filter_shape):
+        return (filter_shape[1:] == (7, 7, x_shape[3])), ""
+
+    def stem(self, x, weight, *operands, **options):
+        return super().stem(x, weight.weight, *operands, **options)
+
+
+def test_a_stem_of_one_kernel_is_timed_as_one():
+    engine = OneKernelStem()
+    timed = TimedOps(engine, ProcessorClock())
+    x, weight = np.ones((2, 3, 32, 32), np.uint8), engine.filter(np.ones((8, 7, 7, 3), np.float32))
+    bias, out = np.zeros(8, np.float32), np.empty((2, 8, 8, 8), np.float32)
+    y = timed.stem(x.transpose(0, 2, 3, 1), weight, bias, mean=[0.5] * 3, std=[2.0] * 3, out=out)
+    assert y is out
+    assert [(timing.op, timing.shape) for timing in timed.timings] == [("stem", (2, 8, 8, 8))]
+
+
+def test_pixels_are_timed_as_the_kernel_that_converts_them():
+    timed = TimedOps(NumpyEngine(), ProcessorClock())
+    nchw = np.ones((2, 3, 4, 4), np.float32)
+    nhwc = np.ones((2, 4, 4, 3), np.float32)
+    assert timed.pixels(nhwc) is nhwc
+    assert timed.timings == []
+    timed.pixels(nchw.transpose(0, 2, 3, 1), mean=[0] * 3, std=[1] * 3)
+    timed.pixels(nhwc, [0] * 3, [1] * 3)
+    timed.pixels(np.ones((2, 4, 4, 3), np.uint8), out=nhwc)
+    assert [timing.op for timing in timed.timings] == ["nchw_to_nhwc", "normalize", "normalize"]
 
 
 def test_the_sum_on_this_processor_is_about_the_whole():

@@ -124,7 +124,7 @@ def test_one_wrong_value_in_one_image_is_found_and_placed(references) -> None:
 def test_where_nan_begins_is_where_it_fails(references) -> None:
     state = {key: array.copy() for key, array in STATE.items()}
     loaded = model(state=state)
-    network, _ = loaded._alive()
+    network = loaded.network
     network.blocks[4][1].conv1.bias[3] = np.nan
     report = check(record(loaded, X), references["torch"])
     assert report.first_over is not None
@@ -136,10 +136,10 @@ def test_where_nan_begins_is_where_it_fails(references) -> None:
 def test_the_stages_are_the_network() -> None:
     for name, size in (("resnet20", 32), ("resnet18", 40)):
         loaded = model(name, random_state_dict(describe(name), seed=2))
-        network, ops = loaded._alive()
+        network, ops = loaded.network, loaded.ops
         x = normal((2, 3, size, size))
         expected = loaded.checkpoints(x)
-        y = ops.nchw_to_nhwc(x)
+        y = x.transpose(0, 2, 3, 1)
         for stage, function in stages(network):
             y = function(ops, y)
             np.testing.assert_array_equal(y.transpose(0, 3, 1, 2) if y.ndim == 4 else y, expected.pop(stage))

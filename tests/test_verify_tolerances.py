@@ -11,7 +11,7 @@ from verify_support import over
 from cupy_resnet import weights_store
 from cupy_resnet.binding import bind
 from cupy_resnet.engines.numpy_engine import NumpyEngine
-from cupy_resnet.model import PRECISIONS
+from cupy_resnet.loading import PRECISIONS
 from cupy_resnet.networks import describe, list_models, random_state_dict
 from cupy_resnet.proof.verification import (
     TOLERANCES,

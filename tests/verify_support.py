@@ -30,7 +30,7 @@ def over(report: Report) -> list[str]:
 
 def one_tap_dropped(monkeypatch: pytest.MonkeyPatch, applies: Callable[[Conv2dProblem], bool]) -> None:
     """Makes the NumPy engine forget the filter's last position in some convolutions."""
-    correct = numpy_engine._im2col
+    correct = numpy_engine.im2col
 
     def broken(x: np.ndarray, problem: Conv2dProblem, rows: slice) -> np.ndarray:
         columns = correct(x, problem, rows)
@@ -38,12 +38,12 @@ def one_tap_dropped(monkeypatch: pytest.MonkeyPatch, applies: Callable[[Conv2dPr
             columns[..., -1, -1, :] = 0
         return columns
 
-    monkeypatch.setattr(numpy_engine, "_im2col", broken)
+    monkeypatch.setattr(numpy_engine, "im2col", broken)
 
 
 def padding_off_by_one(monkeypatch: pytest.MonkeyPatch, applies: Callable[[Conv2dProblem], bool]) -> None:
     """Makes the NumPy engine pad some convolutions by one column more on the left and one less on the right."""
-    correct = numpy_engine._im2col
+    correct = numpy_engine.im2col
 
     class Shifted:
         """The problem, with its output's size, but another padding."""
@@ -60,7 +60,7 @@ def padding_off_by_one(monkeypatch: pytest.MonkeyPatch, applies: Callable[[Conv2
     def broken(x: np.ndarray, problem: Conv2dProblem, rows: slice) -> np.ndarray:
         return correct(x, Shifted(problem) if applies(problem) else problem, rows)
 
-    monkeypatch.setattr(numpy_engine, "_im2col", broken)
+    monkeypatch.setattr(numpy_engine, "im2col", broken)
 
 
 def wrong_epsilon(monkeypatch: pytest.MonkeyPatch, channels: int) -> None:

@@ -18,6 +18,7 @@ from .machine import demo, doctor
 from .networks import explain, info, models
 from .photographs import predict
 from .profile import profile
+from .tuning import tune
 from .verify import verify
 from .weights import convert
 
@@ -29,7 +30,7 @@ app = typer.Typer(
     epilog="`cupy-resnet demo` shows what this machine can do; `cupy-resnet doctor` what it lacks.",
 )  # fmt: skip
 
-for _command in (predict, demo, info, models, explain, convert, kernels, verify, bench, profile, doctor):
+for _command in (predict, demo, info, models, explain, convert, kernels, tune, verify, bench, profile, doctor):
     app.command()(_command)
 
 

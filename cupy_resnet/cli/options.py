@@ -46,7 +46,7 @@ def _check_kernel(value: str | None) -> str | None:
 
 def _check_precision(value: str | None) -> str | None:
     if value is not None:
-        from ..model import PRECISIONS
+        from ..loading import PRECISIONS
 
         if value not in PRECISIONS:
             raise typer.BadParameter(unknown_name("precision", value, PRECISIONS))

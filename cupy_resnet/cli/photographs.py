@@ -101,7 +101,7 @@ def predict(
 
     Exit status 1 if any image failed. A failed run leaves FILE of --output as it was.
     """
-    from ..model import load
+    from ..loading import load
     from .results import FORMATS, STREAMING, format_of, is_stdout, on_terminal, opened
 
     name = format or format_of(output)

@@ -47,7 +47,7 @@ def profile(
     Operations are timed one by one on an idle device: launch overlap is off. The whole pass is timed
     beside that, as it is called.
     """
-    from ..model import load
+    from ..loading import load
     from ..proof.plot_style import check_plot_path, save_figure
     from ..proof.profiling import ceilings_of, write_trace
     from ..proof.profiling import profile as profile_model

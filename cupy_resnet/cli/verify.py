@@ -142,7 +142,7 @@ def verify(
     if two_dumps:
         outcome = Outcome(layers=check(*(read_dump(Path(folder).expanduser()) for folder in (model, str(against)))))
     else:
-        from ..model import load
+        from ..loading import load
         from ..weights_store import resolve
 
         with (

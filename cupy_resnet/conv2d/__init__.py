@@ -2,10 +2,22 @@
 
 from .device import H100, Device
 from .heuristics import Choice, check_kernel, choose
+from .precision import PRECISIONS, Precision
 from .problem import Conv2dProblem
 from .variants import VARIANTS
 
-__all__ = ["H100", "VARIANTS", "Choice", "Conv2dProblem", "Device", "check_kernel", "choose", "variant_names"]
+__all__ = [
+    "H100",
+    "PRECISIONS",
+    "VARIANTS",
+    "Choice",
+    "Conv2dProblem",
+    "Device",
+    "Precision",
+    "check_kernel",
+    "choose",
+    "variant_names",
+]
 
 
 def variant_names() -> list[str]:

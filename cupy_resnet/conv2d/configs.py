@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from .precision import PRECISIONS
+
 
 class Config(Protocol):
     """What is fixed when a kernel is compiled. Configurations compare, hash and print."""
 
-    def defines(self) -> dict[str, int]:
+    def defines(self) -> dict[str, int | str]:
         """The ``#define``s of this configuration."""
 
 
@@ -15,7 +17,7 @@ class Config(Protocol):
 class NoConfig:
     """A kernel with a single form."""
 
-    def defines(self) -> dict[str, int]:
+    def defines(self) -> dict[str, int | str]:
         return {}
 
     def __str__(self) -> str:
@@ -28,7 +30,7 @@ class SgemmConfig:
 
     vector: int
 
-    def defines(self) -> dict[str, int]:
+    def defines(self) -> dict[str, int | str]:
         return {"VECTOR": self.vector}
 
     def __str__(self) -> str:
@@ -58,7 +60,7 @@ class ImplicitGemmConfig:
         """Threads per block."""
         return self.tile_m * self.tile_n // (self.thread_m * self.thread_n)
 
-    def defines(self) -> dict[str, int]:
+    def defines(self) -> dict[str, int | str]:
         return {
             "TILE_M": self.tile_m,
             "TILE_N": self.tile_n,
@@ -94,11 +96,170 @@ class WinogradConfig:
         """Bytes of dynamic shared memory per block."""
         return 2 * 16 * self.chunk * (self.TILES + self.TILE_K) * 4
 
-    def defines(self) -> dict[str, int]:
+    def defines(self) -> dict[str, int | str]:
         return {"CHUNK": self.chunk, "UNROLL": self.unroll}
 
     def __str__(self) -> str:
         return f"32 tiles × 64 filters, {self.chunk} channels per step"
+
+
+@dataclass(frozen=True)
+class MmaConfig:
+    """conv2d_mma.cu.
+
+    Args:
+        precision: name of the arithmetic.
+        tile_m, tile_n: pixels and filters per block.
+        warp_m, warp_n: pixels and filters per warp.
+        stages: slices of both operands in shared memory.
+        min_blocks: blocks per multiprocessor that the register budget allows.
+        aligned: whether 16 bytes are loaded and stored at once, or element by element.
+        split_k_slices: blocks that share a tile, each computing a part of the depth.
+        merged_groups: groups computed as one, with a filter that is zero between them.
+    """
+
+    precision: str
+    tile_m: int
+    tile_n: int
+    warp_m: int
+    warp_n: int
+    stages: int
+    min_blocks: int
+    aligned: bool = True
+    split_k_slices: int = 1
+    merged_groups: int = 1
+
+    ROW_BYTES = 128
+
+    @property
+    def tile_k(self) -> int:
+        """Depth of a slice, in elements."""
+        return self.ROW_BYTES // PRECISIONS[self.precision].element_size
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return 32 * (self.tile_m // self.warp_m) * (self.tile_n // self.warp_n)
+
+    def defines(self) -> dict[str, int | str]:
+        arithmetic = PRECISIONS[self.precision]
+        return {
+            **arithmetic.defines(),
+            "TILE_M": self.tile_m,
+            "TILE_N": self.tile_n,
+            "WARP_M": self.warp_m,
+            "WARP_N": self.warp_n,
+            "NUM_STAGES": self.stages,
+            "VECTOR": 16 // arithmetic.element_size if self.aligned else 1,
+            "MIN_BLOCKS": self.min_blocks,
+        }
+
+    def __str__(self) -> str:
+        text = f"{self.tile_m}×{self.tile_n}×{self.tile_k}, {self.stages} stages"
+        if not self.aligned:
+            text += ", element by element"
+        if self.split_k_slices > 1:
+            text += f", split-K {self.split_k_slices}"
+        if self.merged_groups > 1:
+            text += f", {self.merged_groups} groups as one"
+        return text
+
+
+@dataclass(frozen=True)
+class MmaPatchConfig(MmaConfig):
+    """conv2d_mma_patch.cu: fields as for conv2d_mma, always aligned and of one group; `stages` are of the filter."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, patch of the input"
+
+
+@dataclass(frozen=True)
+class WmmaConfig:
+    """conv2d_wmma.cu.
+
+    Args:
+        precision: name of the arithmetic.
+        tile_m, tile_n: pixels and filters per block.
+        warp_m, warp_n: pixels and filters per warp.
+        min_blocks: blocks per multiprocessor that the register budget allows.
+        aligned: whether 16 bytes are loaded and stored at once, or element by element.
+    """
+
+    precision: str
+    tile_m: int
+    tile_n: int
+    warp_m: int
+    warp_n: int
+    min_blocks: int
+    aligned: bool = True
+
+    @property
+    def tile_k(self) -> int:
+        """Depth of a slice, in elements."""
+        return 64 // PRECISIONS[self.precision].element_size
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return 32 * (self.tile_m // self.warp_m) * (self.tile_n // self.warp_n)
+
+    def defines(self) -> dict[str, int | str]:
+        arithmetic = PRECISIONS[self.precision]
+        return {
+            "ELEMENT": arithmetic.element,
+            "TILE_M": self.tile_m,
+            "TILE_N": self.tile_n,
+            "WARP_M": self.warp_m,
+            "WARP_N": self.warp_n,
+            "VECTOR": 16 // arithmetic.element_size if self.aligned else 1,
+            "MIN_BLOCKS": self.min_blocks,
+        }
+
+    def __str__(self) -> str:
+        text = f"{self.tile_m}×{self.tile_n}×{self.tile_k}"
+        return text if self.aligned else f"{text}, element by element"
+
+
+@dataclass(frozen=True)
+class WgmmaConfig:
+    """conv2d_wgmma.cu.
+
+    Args:
+        precision: name of the arithmetic.
+        tile_m, tile_n: pixels and filters per tile.
+        stages: slices of both operands in shared memory.
+    """
+
+    precision: str
+    tile_m: int
+    tile_n: int
+    stages: int
+
+    ROW_BYTES = 128
+    CONSUMERS = 2
+    threads = 384
+
+    @property
+    def tile_k(self) -> int:
+        """Depth of a slice, in elements."""
+        return self.ROW_BYTES // PRECISIONS[self.precision].element_size
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of dynamic shared memory per block; tiles of 2-byte elements are stored by way of it."""
+        staged = self.CONSUMERS * self.tile_m * self.tile_n * 2 if PRECISIONS[self.precision].element_size == 2 else 0
+        return self.stages * (self.tile_m + self.tile_n) * self.ROW_BYTES + staged
+
+    def defines(self) -> dict[str, int | str]:
+        return {
+            "ELEMENT": PRECISIONS[self.precision].element,
+            "TILE_M": self.tile_m,
+            "TILE_N": self.tile_n,
+            "NUM_STAGES": self.stages,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.tile_m}×{self.tile_n}×{self.tile_k}, {self.stages} stages"
 
 
 SGEMM = (SgemmConfig(4), SgemmConfig(1))
@@ -116,3 +277,81 @@ IMPLICIT_GEMM = (
     ImplicitGemmConfig(64, 32, 4, 4, vector=1, min_blocks=4),
 )
 """The tiles that were fastest somewhere on ResNet's layers on an H100, large to small."""
+
+MMA_TILES = (
+    # tile_m, tile_n, warp_m, warp_n, stages, min_blocks
+    (256, 128, 64, 64, 4, 1),
+    (128, 256, 64, 64, 4, 1),
+    (128, 128, 64, 64, 3, 2),
+    (256, 64, 64, 64, 2, 2),
+    (128, 64, 64, 32, 4, 2),
+    (64, 128, 32, 64, 4, 2),
+    (64, 64, 32, 32, 4, 3),
+    (64, 32, 16, 32, 4, 4),
+    # where there is one block per multiprocessor at best, as at batch 1: more loads on their way hide their latency
+    (64, 64, 32, 32, 6, 2),
+    (64, 32, 16, 32, 8, 2),
+    (32, 64, 16, 32, 8, 2),
+    # where the depth is small, 1×1 above all: the more blocks there are, the better memory is kept busy
+    (64, 256, 64, 64, 2, 2),
+    (128, 64, 64, 32, 2, 3),
+    (64, 128, 32, 64, 2, 3),
+    (64, 64, 32, 32, 2, 5),
+)
+MMA_FP32_TC_TILES = ((128, 64, 32, 32, 4, 1), (64, 64, 32, 32, 3, 2), (64, 32, 16, 32, 4, 3), (64, 32, 16, 32, 8, 2))
+"""With three products a warp's tile is smaller: operands are held in two parts."""
+
+MMA = tuple(
+    MmaConfig(precision, *tile)
+    for precision in ("fp16", "bf16", "tf32", "fp32-tc")
+    for tile in (MMA_FP32_TC_TILES if precision == "fp32-tc" else MMA_TILES)
+) + tuple(
+    MmaConfig(precision, *tile, aligned=False)
+    for precision in ("fp16", "bf16", "tf32", "fp32-tc")
+    for tile in ((64, 64, 32, 32, 2, 2), (64, 32, 16, 32, 2, 2))
+)
+"""Every form in which conv2d_mma is compiled."""
+
+MMA_PATCH_TILES = (
+    (256, 128, 64, 64, 3, 1),
+    (128, 256, 64, 64, 3, 1),
+    (128, 128, 64, 64, 3, 2),
+    (128, 128, 64, 64, 2, 2),
+    (256, 64, 64, 64, 3, 2),
+    (128, 64, 64, 32, 3, 3),
+    (64, 128, 32, 64, 4, 2),
+    (64, 64, 32, 32, 4, 3),
+    (64, 32, 16, 32, 4, 4),
+    (64, 64, 32, 32, 8, 2),
+    (64, 32, 16, 32, 8, 2),
+)
+
+MMA_PATCH = tuple(
+    MmaPatchConfig(precision, *tile)
+    for precision in ("fp16", "bf16", "tf32", "fp32-tc")
+    for tile in (MMA_FP32_TC_TILES if precision == "fp32-tc" else MMA_PATCH_TILES)
+)
+"""Every form in which conv2d_mma_patch is compiled."""
+
+WMMA_TILES = (
+    # (tile_m, tile_n, warp_m, warp_n, min_blocks), aligned
+    ((128, 128, 64, 32, 2), True),
+    ((128, 64, 64, 32, 3), True),
+    ((64, 64, 32, 32, 4), True),
+    ((64, 32, 16, 32, 4), True),
+    ((64, 64, 32, 32, 3), False),
+    ((64, 32, 16, 32, 4), False),
+)
+
+WMMA = tuple(
+    WmmaConfig(precision, *tile, aligned=aligned)
+    for precision in ("fp16", "bf16", "tf32")
+    for tile, aligned in WMMA_TILES
+)
+"""Every form in which conv2d_wmma is compiled."""
+
+WGMMA_TILES = ((128, 128, 5), (128, 64, 8), (64, 256, 4), (64, 128, 8), (64, 64, 10))
+"""(tile_m, tile_n, stages): as many stages as shared memory holds beside the tiles on their way out."""
+
+WGMMA = tuple(WgmmaConfig(precision, *tile) for precision in ("fp16", "bf16", "tf32") for tile in WGMMA_TILES)
+"""Every form in which conv2d_wgmma is compiled."""

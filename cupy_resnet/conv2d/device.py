@@ -24,6 +24,11 @@ class Device:
         """The real architecture NVRTC compiles for, as ``"sm_90"``."""
         return f"sm_{self.compute_capability[0]}{self.compute_capability[1]}"
 
+    @property
+    def number(self) -> str:
+        """The compute capability as people write it, ``"9.0"``."""
+        return f"{self.compute_capability[0]}.{self.compute_capability[1]}"
+
 
 H100 = Device(name="NVIDIA H100 80GB HBM3", compute_capability=(9, 0), sm_count=132, shared_memory_per_block=232448)
 """The GPU the heuristics were tuned on; also what `explain` assumes where there is none."""

@@ -1,17 +1,29 @@
-"""Which kernel computes a convolution, and in which configuration. Needs no measurement, imports no CuPy."""
+"""Which kernel computes a convolution, and in which configuration. Needs no measurement, imports no CuPy.
 
-from dataclasses import dataclass
+A table of measured choices decides where there is one (`tuned`), elsewhere the cost model.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from .._names import unknown_name
 from ..errors import UnsupportedProblemError
-from . import configs
+from . import configs, tuned
+from .cost_model import cost, implicit_gemm_tiles
 from .device import Device
 from .problem import Conv2dProblem
 from .variants import VARIANTS
 
-DEFAULT = "conv2d_implicit_gemm"
-"""The fastest kernel that solves every problem."""
+logger = logging.getLogger(__name__)
+
+FP32_DEFAULT = "conv2d_implicit_gemm"
+TENSOR_CORE_DEFAULTS = ("conv2d_mma", "conv2d_wmma")
+"""The fastest kernels that solve every problem; on tensor cores the first that the GPU supports."""
+
+FAST_WHERE_THEY_APPLY = ("conv2d_mma_patch", "conv2d_wgmma")
+"""Kernels on tensor cores that solve some problems."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,8 @@ def choose(
     kernel: str = "auto",
     strict: bool = False,
     *,
-    allow_winograd: bool = False,
+    spread_nan: bool = False,
+    use_tables: bool = True,
 ) -> Choice:
     """Decides which kernel computes `problem` on `device`.
 
@@ -52,97 +65,109 @@ def choose(
         device: the GPU.
         kernel: ``"auto"``, or the name of a variant, which is used wherever it applies.
         strict: raise instead of falling back where the demanded variant does not apply.
-        allow_winograd: whether ``"auto"`` may choose conv2d_winograd where it is expected to be faster. It spreads a
-            NaN or Inf one pixel beyond its reach and turns Inf into NaN: of no consequence where the result is
-            pooled over the image anyway, as in a classifier's forward pass, but not what a convolution on its own
-            should do.
+        spread_nan: whether kernels may be chosen that let a NaN or Inf reach further than it should, where they are
+            expected to be faster: conv2d_winograd (one pixel further, and Inf becomes NaN) and merged groups (into the
+            neighbouring groups). That is of no consequence where the result is pooled over the image and mixed over
+            the channels anyway, as in a classifier's forward pass, but not what a convolution on its own should do.
+        use_tables: whether `tuned` may know better than the cost model: which kernel, unless one is asked for by name,
+            and which configuration of it.
 
     Raises:
         ValueError: `kernel` is no variant's name.
         UnsupportedProblemError: no kernel solves the problem, or `strict` and the demanded one does not.
     """
     check_kernel(kernel)
-    return _choose(problem, device, kernel, strict, allow_winograd)
+    known = tuned.lookup(device.name) if use_tables else None
+    return _choose(problem, device, kernel, strict, spread_nan, known)
 
 
 @lru_cache(maxsize=4096)
-def _choose(problem: Conv2dProblem, device: Device, kernel: str, strict: bool, allow_winograd: bool) -> Choice:
+def _choose(
+    problem: Conv2dProblem, device: Device, kernel: str, strict: bool, spread_nan: bool, known: tuned.Lookup | None
+) -> Choice:
     fallback = None
     if kernel != "auto":
         supported, why_not = VARIANTS[kernel].supports(problem, device)
         if supported:
-            return Choice(kernel, fastest(kernel, problem, device)[0], "asked for by name")
+            measured = _measured([kernel], problem, device, spread_nan, known)
+            if measured is not None:
+                return Choice(kernel, measured.config, f"asked for by name; {measured.reason}")
+            return Choice(kernel, fastest(kernel, problem, device, spread_nan)[0], "asked for by name")
         if strict:
             raise UnsupportedProblemError(f"{kernel} does not support conv2d {problem}: {why_not}")
         fallback = f"{kernel} {why_not}"
-    supported, why_not = VARIANTS[DEFAULT].supports(problem, device)
-    if not supported:
-        raise UnsupportedProblemError(f"conv2d {problem} cannot be computed: {why_not}")
-    config, cost = fastest(DEFAULT, problem, device)
-    if allow_winograd and VARIANTS["conv2d_winograd"].supports(problem, device)[0]:
+    names = automatic(problem, device, spread_nan)
+    measured = _measured(names, problem, device, spread_nan, known)
+    if measured is not None:
+        return replace(measured, fallback=fallback)
+    default = names[0]
+    config, expected = fastest(default, problem, device, spread_nan)
+    if default != FP32_DEFAULT:
+        best = {name: fastest(name, problem, device, spread_nan) for name in names}
+        name = min(best, key=lambda name: best[name][1])
+        return Choice(name, best[name][0], f"{best[name][1]:.1f} µs by the model", fallback)
+    if "conv2d_winograd" in names:
         winograd, winograd_cost = fastest("conv2d_winograd", problem, device)
-        if winograd_cost < cost:
-            reason = f"2.25× fewer multiplications; {cost / winograd_cost:.2f}× faster than {DEFAULT} by the model"
+        if winograd_cost < expected:
+            reason = f"2.25× fewer multiplications; {expected / winograd_cost:.2f}× faster than {default} by the model"
             return Choice("conv2d_winograd", winograd, reason, fallback)
     assert isinstance(config, configs.ImplicitGemmConfig)
-    tiles = _tiles(problem, config)
-    return Choice(DEFAULT, config, f"{tiles} tiles on {device.sm_count} multiprocessors", fallback)
+    tiles = implicit_gemm_tiles(problem, config)
+    return Choice(default, config, f"{tiles} tiles on {device.sm_count} multiprocessors", fallback)
 
 
-def fastest(variant: str, problem: Conv2dProblem, device: Device) -> tuple[configs.Config, float]:
+def _measured(
+    names: Sequence[str], problem: Conv2dProblem, device: Device, spread_nan: bool, known: tuned.Lookup | None
+) -> Choice | None:
+    """Returns what was fastest when it was timed, if that is one of the kernels `names`."""
+    for entry, reason in () if known is None else known.found(problem, spread_nan):
+        if entry.variant not in names:
+            continue
+        config = entry.config_among(allowed(entry.variant, problem, device, spread_nan))
+        if config is not None:
+            return Choice(entry.variant, config, reason)
+        logger.debug("%s: %s has no configuration %s here", problem, entry.variant, entry.config)
+    return None
+
+
+def automatic(problem: Conv2dProblem, device: Device, spread_nan: bool = False) -> list[str]:
+    """Returns the kernels that ``"auto"`` chooses among, first the one that needs no reason; arguments as of `choose`.
+
+    Raises:
+        UnsupportedProblemError: there is none.
+    """
+    names = [_default(problem, device)]
+    if spread_nan and VARIANTS["conv2d_winograd"].supports(problem, device)[0]:
+        names.append("conv2d_winograd")
+    if names[0] == "conv2d_mma":
+        names += [name for name in FAST_WHERE_THEY_APPLY if VARIANTS[name].supports(problem, device)[0]]
+    return names
+
+
+def _default(problem: Conv2dProblem, device: Device) -> str:
+    """Returns the kernel that is used unless there is a reason for another one."""
+    names = TENSOR_CORE_DEFAULTS if problem.arithmetic.tensor_cores else (FP32_DEFAULT,)
+    why_not = ""
+    for name in names:
+        supported, reason = VARIANTS[name].supports(problem, device)
+        if supported:
+            return name
+        why_not = why_not or reason
+    raise UnsupportedProblemError(f"conv2d {problem} cannot be computed: {why_not}")
+
+
+def allowed(variant: str, problem: Conv2dProblem, device: Device, spread_nan: bool = False) -> list[configs.Config]:
+    """Returns the configurations of a variant that solve `problem`; without `spread_nan` only those that keep a NaN
+    within its group.
+    """
+    candidates = VARIANTS[variant].candidates(problem, device)
+    return [config for config in candidates if spread_nan or getattr(config, "merged_groups", 1) == 1]
+
+
+def fastest(
+    variant: str, problem: Conv2dProblem, device: Device, spread_nan: bool = False
+) -> tuple[configs.Config, float]:
     """Returns the configuration of a variant that the cost model expects to be fastest, and its cost."""
-    costs = {config: cost(problem, device, config) for config in VARIANTS[variant].candidates(problem, device)}
+    costs = {config: cost(problem, device, config) for config in allowed(variant, problem, device, spread_nan)}
     best = min(costs, key=costs.__getitem__)
     return best, costs[best]
-
-
-IMPLICIT_GEMM_EFFICIENCY = {
-    (128, 256, 4): 1.04,
-    (256, 128, 4): 1.0,
-    (128, 128, 4): 0.97,
-    (64, 128, 4): 0.96,
-    (128, 64, 4): 0.925,
-    (64, 64, 4): 0.925,
-    (64, 32, 4): 0.71,
-    (128, 64, 1): 0.56,
-    (64, 64, 1): 0.61,
-    (64, 32, 1): 0.46,
-}
-"""Rate of a full wave per (tile_m, tile_n, vector), relative to 41.9 TFLOP/s. Measured on an H100, N = 256: for 16-byte
-loads on 14²×256 → 256, 3×3; for 4-byte loads on 224²×3 → 64, 7×7, stride 2."""
-
-PROLOGUE_AND_EPILOGUE = 16, 28
-"""Fixed work of a block of conv2d_implicit_gemm, in steps of depth: where other blocks of the multiprocessor overlap
-it, and where it has the multiprocessor to itself; from 56²×64 → 256, 1×1, N = 64 on an H100."""
-
-WINOGRAD_EFFICIENCY = 0.70
-WINOGRAD_OVERHEAD = 16
-"""Rate of Winograd's multiplications on the same scale, and its fixed work per block in channels; from 56²×64 and
-14²×256, N = 256 on an H100."""
-
-
-def cost(problem: Conv2dProblem, device: Device, config: configs.Config) -> float:
-    """Predicted time of a configuration: multiply-adds of the busiest multiprocessor over the rate it reaches.
-
-    Blocks are dealt out evenly, and the last round counts whole, since its blocks take as long as any other's. The
-    unit is arbitrary but the same for conv2d_implicit_gemm and conv2d_winograd; kernels with nothing to choose cost 0.
-    """
-    if isinstance(config, configs.WinogradConfig):
-        tiles = problem.N * _ceil(problem.P, 2) * _ceil(problem.Q, 2)
-        blocks = _ceil(tiles, config.TILES) * _ceil(problem.K, config.TILE_K)
-        channels = _ceil(problem.C, config.chunk) * config.chunk + WINOGRAD_OVERHEAD
-        work = 16 * config.TILES * config.TILE_K * channels
-        return _ceil(blocks, device.sm_count) * work / WINOGRAD_EFFICIENCY
-    if isinstance(config, configs.ImplicitGemmConfig):
-        work = config.tile_m * config.tile_n * (problem.gemm_k + PROLOGUE_AND_EPILOGUE[config.min_blocks == 1])
-        rate = IMPLICIT_GEMM_EFFICIENCY[config.tile_m, config.tile_n, config.vector]
-        return _ceil(_tiles(problem, config), device.sm_count) * work / rate
-    return 0.0
-
-
-def _tiles(problem: Conv2dProblem, config: configs.ImplicitGemmConfig) -> int:
-    return _ceil(problem.gemm_m, config.tile_m) * _ceil(problem.gemm_n, config.tile_n) * problem.groups
-
-
-def _ceil(size: int, step: int) -> int:
-    return -(-size // step)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from .precision import PRECISIONS, Precision
+
 INT32_MAX = 2**31 - 1
 MAX_GROUPS = 65535  # gridDim.y
 
@@ -14,7 +16,7 @@ class Conv2dProblem:
         N, H, W, C: input batch, height, width, channels.
         K, R, S: output channels, filter height and width.
         stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, groups: as in ``torch.nn.functional.conv2d``.
-        dtype: of input, filter and output.
+        precision: name of the arithmetic, a key of `precision.PRECISIONS`; it decides the dtype of the tensors.
 
     Raises:
         ValueError: a size that no convolution can have; the message names the argument.
@@ -34,9 +36,11 @@ class Conv2dProblem:
     dilation_h: int = 1
     dilation_w: int = 1
     groups: int = 1
-    dtype: str = "float32"
+    precision: str = "fp32"
 
     def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"conv2d: precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
         for name in ("C", "K", "R", "S", "H", "W", "stride_h", "stride_w", "dilation_h", "dilation_w", "groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"conv2d: {name} must be at least 1, got {getattr(self, name)}")
@@ -53,6 +57,11 @@ class Conv2dProblem:
                 f"conv2d: the filter ({self.R}×{self.S}, dilation {self.dilation_h}×{self.dilation_w}) is larger than "
                 f"the padded input ({self.H + 2 * self.pad_h}×{self.W + 2 * self.pad_w})"
             )
+
+    @property
+    def arithmetic(self) -> Precision:
+        """What `precision` names."""
+        return PRECISIONS[self.precision]
 
     @property
     def P(self) -> int:  # noqa: N802
@@ -104,9 +113,8 @@ class Conv2dProblem:
     @property
     def bytes(self) -> int:
         """The fewest bytes the problem must move: input, filter and output once each."""
-        size = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[self.dtype]
         elements = self.N * self.H * self.W * self.C + self.K * self.gemm_k + self.gemm_m * self.K
-        return size * elements
+        return self.arithmetic.element_size * elements
 
     @property
     def is_pointwise(self) -> bool:
@@ -145,4 +153,6 @@ class Conv2dProblem:
             text += f", dilation {self.dilation_h}×{self.dilation_w}"
         if self.groups != 1:
             text += f", groups {self.groups}"
+        if self.precision != "fp32":
+            text += f", {self.precision}"
         return text

@@ -1,8 +1,11 @@
 """What an engine offers: the operations a network is written against.
 
 Both engines (`numpy_engine`, `cuda_engine`) implement exactly this; so does the shape-only engine behind
-``explain()``. Activations are NHWC, filters KRSC, both float32 unless an engine says otherwise. Every operation
-returns a new array and leaves its inputs alone, accepts N = 0, and propagates NaN as torch does.
+``explain()``. Activations are NHWC, filters KRSC. An engine's *precision* says what activations and filters are stored
+as (`conv2d.precision`: float32, float16, or bfloat16 bits in a uint16) and how they are multiplied; vectors of
+parameters, pooled features, logits and probabilities are float32 in all of them. Every operation computes in float32
+and rounds once, at its end; it returns a new array and leaves its inputs alone, accepts N = 0, and propagates NaN as
+torch does.
 """
 
 from collections.abc import Sequence
@@ -29,29 +32,51 @@ class Ops(Protocol):
     name: str
     """``"numpy"``, ``"cuda"``, or ``"shapes"``."""
 
+    precision: str
+    """In which arithmetic convolutions run: a key of `conv2d.precision.PRECISIONS`."""
+
     def asarray(self, x: Array) -> Array:
         """Brings a NumPy array (or an array of the engine's kind) to the engine as float32, C-contiguous."""
 
-    def to_numpy(self, x: Array) -> Any:
-        """Brings an engine's array back as a NumPy array."""
+    def upload(self, x: Any) -> Array:
+        """Brings a NumPy array to the engine as it is: what `pixels` and `stem` take, of any strides."""
 
-    def filter(self, weight: Array) -> Any:
-        """Prepares a KRSC filter (K, R, S, C/groups) for `conv2d`: the engine may keep packed forms beside it."""
+    def to_numpy(self, x: Array) -> Any:
+        """Brings an engine's array back as a float32 NumPy array."""
+
+    def filter(self, weight: Any) -> Any:
+        """Prepares a NumPy KRSC filter (K, R, S, C/groups) for `conv2d`: rounds it from float32 or float64 to what
+        activations are stored as. The engine may keep packed forms beside it.
+        """
+
+    def pixels(
+        self,
+        x: Array,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        *,
+        out: Array | None = None,
+    ) -> Array:
+        """Turns pixels of any kind into activations: C-contiguous, in what the precision stores.
+
+        Args:
+            x: (N, H, W, C) of any strides: uint8, which is scaled by 1/255 first, float16, float32, or bfloat16 as
+                uint16 or int16.
+            mean, std: C values each, or None: the result is ``(x − mean) / std`` in float32, rounded after each step
+                as torchvision's ``Normalize`` does, then to what is stored.
+            out: where to put the result, C-contiguous; by default a new array, or `x` itself where it is the result.
+        """
 
     def nchw_to_nhwc(
         self, x: Array, *, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
     ) -> Array:
-        """(N, C, H, W) float32 or uint8 to (N, H, W, C) float32.
-
-        uint8 is scaled by 1/255 first. With `mean` and `std` (C values each) the result is ``(x − mean) / std`` in
-        float32, rounded after each step as torchvision's ``Normalize`` does.
-        """
+        """(N, C, H, W) pixels to (N, H, W, C) activations, arithmetic as in `pixels`."""
 
     def nhwc_to_nchw(self, x: Array) -> Array:
-        """(N, H, W, C) to (N, C, H, W), float32."""
+        """(N, H, W, C) activations to (N, C, H, W), float32."""
 
     def normalize(self, x: Array, mean: Sequence[float], std: Sequence[float]) -> Array:
-        """(N, H, W, C) uint8 or float32 to float32 NHWC, arithmetic as in `nchw_to_nhwc`."""
+        """(N, H, W, C) pixels to NHWC activations, arithmetic as in `pixels`."""
 
     def conv2d(
         self,
@@ -69,15 +94,39 @@ class Ops(Protocol):
         """Forward convolution with its epilogue: ``relu(conv(x, weight) + bias + residual)``.
 
         Args:
-            x: (N, H, W, C).
-            weight: what `filter` returned for a (K, R, S, C/groups) array, or such an array itself.
-            bias: (K,) or None.
-            residual: (N, P, Q, K) or None, added before the ReLU.
+            x: (N, H, W, C) activations.
+            weight: what `filter` returned for a (K, R, S, C/groups) array, or such an array of the engine itself.
+            bias: (K,) float32 or None.
+            residual: (N, P, Q, K) activations or None, added before the ReLU.
             stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``; padding is symmetric.
             relu: whether to end with ReLU.
 
         Returns:
-            (N, P, Q, K).
+            (N, P, Q, K) activations.
+        """
+
+    def stem(
+        self,
+        x: Array,
+        weight: Any,
+        bias: Array,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        *,
+        out: Array | None = None,
+    ) -> Array:
+        """The stem of the ImageNet family in one operation, from pixels to the pooled map.
+
+        `pixels`, 7×7 convolution of stride 2 and padding 3, bias, ReLU, 3×3 max-pool of stride 2 and padding 1.
+
+        Args:
+            x, mean, std: as for `pixels`.
+            weight: (K, 7, 7, C), as for `conv2d`.
+            bias: (K,) float32.
+            out: where to put the result, C-contiguous; a new array by default.
+
+        Returns:
+            (N, P, Q, K) activations; P and Q are a quarter of H and W, rounded up.
         """
 
     def batch_norm2d(
@@ -94,7 +143,15 @@ class Ops(Protocol):
     def add_relu(self, x: Array, y: Array) -> Array:
         """``relu(x + y)`` for equal shapes, in one pass."""
 
-    def max_pool2d(self, x: Array, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0) -> Array:
+    def max_pool2d(
+        self,
+        x: Array,
+        kernel_size: Pair,
+        stride: Pair | None = None,
+        padding: Pair = 0,
+        *,
+        out: Array | None = None,
+    ) -> Array:
         """Max pooling as ``torch.nn.functional.max_pool2d`` (floor mode): a window with a NaN gives NaN."""
 
     def avg_pool2d(
@@ -109,16 +166,30 @@ class Ops(Protocol):
         """Average pooling as ``torch.nn.functional.avg_pool2d`` (floor mode)."""
 
     def global_avg_pool2d(self, x: Array) -> Array:
-        """(N, H, W, C) to (N, C): the mean over H and W."""
+        """(N, H, W, C) activations to (N, C) float32: the mean over H and W."""
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
-        """(N, C) times (K, C) transposed, plus (K,): (N, K)."""
+        """(N, C) times (K, C) transposed, plus (K,): (N, K); all float32."""
 
     def softmax(self, x: Array) -> Array:
-        """Softmax over the last axis of (N, K), shifted by the row's maximum."""
+        """Softmax over the last axis of (N, K) float32, shifted by the row's maximum."""
 
     def pad_channels(self, x: Array, before: int, after: int, *, stride: int = 1) -> Array:
         """Takes every `stride`-th row and column and pads channels with zeros: He et al.'s option-A shortcut.
 
         (N, H, W, C) to (N, ceil(H/stride), ceil(W/stride), before + C + after).
         """
+
+
+def stem_by_parts(
+    ops: Ops,
+    x: Array,
+    weight: Any,
+    bias: Array,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+    out: Array | None,
+) -> Array:
+    """`Ops.stem` as the operations that it consists of."""
+    y = ops.conv2d(ops.pixels(x, mean, std), weight, bias, stride=2, padding=3, relu=True)
+    return ops.max_pool2d(y, 3, stride=2, padding=1, out=out)

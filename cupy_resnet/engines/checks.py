@@ -1,11 +1,12 @@
 """Argument checks that every engine makes before it computes: errors name the operation and the shapes.
 
 Works on shapes alone, so that the NumPy engine, the CUDA engine and the shape-only engine refuse the same things in
-the same words.
+the same words. An argument called an array is whatever has a `shape`.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,37 @@ from .base import Pair, pair
 
 Shape = tuple[int, ...]
 
+PIXEL_DTYPES = ("uint8", "float16", "float32", "uint16", "int16")
+"""What pixels may be; uint16 and int16 hold the bits of bfloat16."""
 
+
+def conv2d(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    residual: Any = None,
+    precision: str = "fp32",
+) -> Conv2dProblem:
+    """Describes the convolution of some arrays; arguments and errors as for `conv2d_problem`."""
+    return conv2d_problem(
+        tuple(x.shape),
+        tuple(weight.shape),
+        stride=pair(stride),
+        padding=pair(padding),
+        dilation=pair(dilation),
+        groups=groups,
+        residual_shape=_shape(residual),
+        bias_shape=_shape(bias),
+        precision=precision,
+    )
+
+
+@lru_cache(maxsize=4096)
 def conv2d_problem(
     x_shape: Shape,
     weight_shape: Shape,
@@ -25,7 +56,7 @@ def conv2d_problem(
     groups: int = 1,
     residual_shape: Shape | None = None,
     bias_shape: Shape | None = None,
-    dtype: str = "float32",
+    precision: str = "fp32",
 ) -> Conv2dProblem:
     """Describes a convolution from the shapes of its tensors.
 
@@ -35,7 +66,7 @@ def conv2d_problem(
         stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``.
         residual_shape: (N, P, Q, K) or None.
         bias_shape: (K,) or None.
-        dtype: of input, filter and output.
+        precision: the engine's.
 
     Raises:
         ValueError: shapes that do not fit each other.
@@ -65,7 +96,7 @@ def conv2d_problem(
         dilation_h=dilation_h,
         dilation_w=dilation_w,
         groups=groups,
-        dtype=dtype,
+        precision=precision,
     )
     if bias_shape is not None and bias_shape != (K,):
         raise ValueError(f"conv2d: bias has shape {bias_shape}, but weight {weight_shape} needs ({K},)")
@@ -77,19 +108,34 @@ def conv2d_problem(
     return problem
 
 
+def stem(x: Any, weight: Any, bias: Any) -> Shape:
+    """Returns the output's shape of ``stem`` on (N, H, W, C) with a filter (K, 7, 7, C), or raises ValueError."""
+    problem = conv2d(x, weight, bias, stride=2, padding=3)
+    if (problem.R, problem.S) != (7, 7):
+        raise ValueError(f"stem: weight {tuple(weight.shape)} must be a 7×7 filter (K, 7, 7, C)")
+    return pool2d("stem", problem.output_shape, 3, 2, 1).output_shape
+
+
 class Pool2d(NamedTuple):
-    """A pooling window and the output size it gives."""
+    """A pooling window and the shape (N, P, Q, C) of what it gives."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
     padding: tuple[int, int]
-    P: int
-    Q: int
+    output_shape: tuple[int, int, int, int]
+
+    @property
+    def P(self) -> int:  # noqa: N802
+        """Output height."""
+        return self.output_shape[1]
+
+    @property
+    def Q(self) -> int:  # noqa: N802
+        """Output width."""
+        return self.output_shape[2]
 
 
-def pool2d(
-    x_shape: Shape, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0, *, op: str = "max_pool2d"
-) -> Pool2d:
+def pool2d(op: str, x_shape: Shape, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0) -> Pool2d:
     """Resolves a pooling window on an (N, H, W, C) input, as torch does in floor mode.
 
     Raises:
@@ -97,7 +143,7 @@ def pool2d(
             below one.
     """
     rank(op, "x", x_shape, "(N, H, W, C)")
-    _, H, W, _ = x_shape
+    N, H, W, C = x_shape
     kernel, steps, pads = pair(kernel_size), pair(kernel_size if stride is None else stride), pair(padding)
     if min(H, W, *kernel, *steps) < 1:
         raise ValueError(f"{op}: x {x_shape}, kernel_size {kernel} and stride {steps} must all be at least 1")
@@ -106,7 +152,7 @@ def pool2d(
     P, Q = ((size + 2 * p - k) // s + 1 for size, k, s, p in zip((H, W), kernel, steps, pads, strict=True))
     if P < 1 or Q < 1:
         raise ValueError(f"{op}: kernel_size {kernel} is larger than x {x_shape} padded by {pads}")
-    return Pool2d(kernel, steps, pads, P, Q)
+    return Pool2d(kernel, steps, pads, (N, P, Q, C))
 
 
 def rank(op: str, name: str, shape: Shape, axes: str) -> None:
@@ -122,38 +168,61 @@ def vectors(op: str, length: int, **shapes: Shape | None) -> None:
             raise ValueError(f"{op}: {name} has shape {shape}, expected ({length},)")
 
 
-def same_shape(op: str, x_shape: Shape, y_shape: Shape) -> None:
-    """Raises ValueError unless both shapes are equal: elementwise operations do not broadcast."""
-    if x_shape != y_shape:
-        raise ValueError(f"{op}: x has shape {x_shape} and y {y_shape}; they must be equal")
+def batch_norm2d(x: Any, **parameters: Any) -> None:
+    """Raises ValueError unless x is (N, H, W, C) and each of the parameters an array (C,)."""
+    rank("batch_norm2d", "x", x.shape, "(N, H, W, C)")
+    vectors("batch_norm2d", x.shape[3], **{name: tuple(array.shape) for name, array in parameters.items()})
 
 
-def linear(x_shape: Shape, weight_shape: Shape, bias_shape: Shape | None = None) -> tuple[int, int, int]:
+def same_shape(op: str, x: Any, y: Any) -> None:
+    """Raises ValueError unless both arrays have one shape: elementwise operations do not broadcast."""
+    if x.shape != y.shape:
+        raise ValueError(f"{op}: x has shape {x.shape} and y {y.shape}; they must be equal")
+
+
+def linear(x: Any, weight: Any, bias: Any = None) -> tuple[int, int, int]:
     """Returns (N, C, K) of ``x (N, C) · weight (K, C) transposed + bias (K,)``, or raises ValueError."""
-    rank("linear", "x", x_shape, "(N, C)")
-    rank("linear", "weight", weight_shape, "(K, C)")
-    if x_shape[1] != weight_shape[1]:
-        raise ValueError(f"linear: x {x_shape} and weight {weight_shape} differ in their last axis")
-    vectors("linear", weight_shape[0], bias=bias_shape)
-    return x_shape[0], x_shape[1], weight_shape[0]
+    rank("linear", "x", x.shape, "(N, C)")
+    rank("linear", "weight", weight.shape, "(K, C)")
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"linear: x {x.shape} and weight {weight.shape} differ in their last axis")
+    if x.shape[1] < 1:
+        raise ValueError(f"linear: x {x.shape} has no features")
+    vectors("linear", weight.shape[0], bias=_shape(bias))
+    return x.shape[0], x.shape[1], weight.shape[0]
 
 
-def global_avg_pool2d(x_shape: Shape) -> None:
-    """Raises ValueError unless x is (N, H, W, C) with at least one pixel."""
-    rank("global_avg_pool2d", "x", x_shape, "(N, H, W, C)")
-    if min(x_shape[1:3]) < 1:
-        raise ValueError(f"global_avg_pool2d: x {x_shape} has no pixels to average")
+def softmax(x: Any) -> tuple[int, int]:
+    """Returns (N, K) of softmax's input, or raises ValueError."""
+    rank("softmax", "x", x.shape, "(N, K)")
+    if x.shape[1] < 1:
+        raise ValueError(f"softmax: x {x.shape} has no classes")
+    return x.shape
 
 
-def pad_channels(x_shape: Shape, before: int, after: int, stride: int) -> Shape:
+def global_avg_pool2d(x: Any) -> tuple[int, int, int, int]:
+    """Returns (N, H, W, C) of an input with at least one pixel, or raises ValueError."""
+    rank("global_avg_pool2d", "x", x.shape, "(N, H, W, C)")
+    if min(x.shape[1:3]) < 1:
+        raise ValueError(f"global_avg_pool2d: x {x.shape} has no pixels to average")
+    return x.shape
+
+
+def pad_channels(x: Any, before: int, after: int, stride: int) -> Shape:
     """Returns the output's shape of ``pad_channels`` on an (N, H, W, C) input, or raises ValueError."""
-    rank("pad_channels", "x", x_shape, "(N, H, W, C)")
+    rank("pad_channels", "x", x.shape, "(N, H, W, C)")
     if before < 0 or after < 0 or stride < 1:
         raise ValueError(
             f"pad_channels: before={before} and after={after} must not be negative, stride={stride} at least 1"
         )
-    N, H, W, C = x_shape
+    N, H, W, C = x.shape
     return N, -(-H // stride), -(-W // stride), before + C + after
+
+
+def pixel_dtype(op: str, dtype: Any) -> None:
+    """Raises TypeError unless `dtype`, in native byte order, is one of `PIXEL_DTYPES`."""
+    if str(dtype) not in PIXEL_DTYPES:
+        raise TypeError(f"{op}: x must be uint8, float16, float32, or bfloat16 as uint16 or int16, got {dtype}")
 
 
 def normalization(
@@ -173,3 +242,15 @@ def normalization(
     if not std_vector.all():
         raise ValueError(f"{op}: std must not be zero, got {tuple(std)}")
     return mean_vector, std_vector
+
+
+def out(op: str, array: Any, shape: Shape, dtype: Any) -> None:
+    """Raises ValueError unless a result of this shape and dtype can be put into `array`."""
+    if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{op}: out must be a C-contiguous {dtype} array of shape {shape}, got {array.dtype} of shape {array.shape}"
+        )
+
+
+def _shape(array: Any) -> Shape | None:
+    return None if array is None else tuple(array.shape)

@@ -5,17 +5,15 @@ bounded piece of memory. Written to be read next to the kernels: what a kernel c
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
-from ..conv2d.problem import Conv2dProblem
 from . import checks
-from .base import Pair
-
-COLUMN_BYTES = 16 * 2**20
-"""The most memory that im2col's columns may take, unless one output row needs more."""
+from .base import Pair, stem_by_parts
+from .bfloat16 import from_bfloat16
+from .numpy_windows import blocks, im2col, pad, taps
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -45,6 +43,7 @@ class NumpyEngine:
     """
 
     name = "numpy"
+    precision = "fp32"
 
     def __init__(self, dtype: Literal["float32", "float64"] = "float32") -> None:
         if np.dtype(dtype) not in (np.float32, np.float64):
@@ -58,6 +57,10 @@ class NumpyEngine:
         """Returns `x` in the engine's dtype, C-contiguous; no copy where it already is."""
         return np.ascontiguousarray(x, dtype=self.dtype)
 
+    def upload(self, x: np.ndarray) -> np.ndarray:
+        """Returns `x`."""
+        return x
+
     def to_numpy(self, x: np.ndarray) -> np.ndarray:
         """Returns `x`."""
         return x
@@ -68,10 +71,22 @@ class NumpyEngine:
         checks.rank("filter", "weight", array.shape, "(K, R, S, C/groups)")
         return array
 
+    def pixels(
+        self,
+        x: np.ndarray,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        *,
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """(N, H, W, C) pixels of any strides, scaled and normalised as `base.Ops` says; `x` itself if that is it."""
+        checks.rank("pixels", "x", x.shape, "(N, H, W, C)")
+        return self._scale("pixels", x, mean, std, out)
+
     def nchw_to_nhwc(
         self, x: np.ndarray, *, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
     ) -> np.ndarray:
-        """(N, C, H, W) float or uint8 to (N, H, W, C), scaled and normalised as `base.Ops` says."""
+        """(N, C, H, W) pixels to (N, H, W, C), scaled and normalised as `base.Ops` says."""
         checks.rank("nchw_to_nhwc", "x", x.shape, "(N, C, H, W)")
         return self._scale("nchw_to_nhwc", x.transpose(0, 2, 3, 1), mean, std)
 
@@ -82,7 +97,7 @@ class NumpyEngine:
         return np.ascontiguousarray(x.transpose(0, 3, 1, 2))
 
     def normalize(self, x: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-        """(N, H, W, C) uint8 or float to normalised NHWC."""
+        """(N, H, W, C) pixels to normalised NHWC."""
         checks.rank("normalize", "x", x.shape, "(N, H, W, C)")
         return self._scale("normalize", x, mean, std)
 
@@ -102,22 +117,13 @@ class NumpyEngine:
     ) -> np.ndarray:
         """``relu(conv(x, weight) + bias + residual)``: (N, H, W, C), (K, R, S, C/groups) to (N, P, Q, K)."""
         self._check("conv2d", x=x, weight=weight, bias=bias, residual=residual)
-        problem = checks.conv2d_problem(
-            x.shape,
-            weight.shape,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            groups=groups,
-            residual_shape=None if residual is None else residual.shape,
-            bias_shape=None if bias is None else bias.shape,
-            dtype=self.dtype.name,
-        )
+        geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        problem = checks.conv2d(x, weight, bias, residual=residual, **geometry)
         # (groups, gemm_k, gemm_n): a view, BLAS reads the transpose as it is.
         matrix = weight.reshape(groups, problem.gemm_n, problem.gemm_k).transpose(0, 2, 1)
         y = np.empty(problem.output_shape, self.dtype)
-        for images, rows in _blocks(problem, self.dtype.itemsize):
-            columns = _im2col(x[images], problem, rows)
+        for images, rows in blocks(problem, self.dtype.itemsize):
+            columns = im2col(x[images], problem, rows)
             block = y[images, rows]
             # The output's channels lie group by group, so each group's product is written through a strided view.
             out = block.reshape(-1, groups, problem.gemm_n).transpose(1, 0, 2)
@@ -129,6 +135,20 @@ class NumpyEngine:
             if relu:
                 np.maximum(block, 0, out=block)
         return y
+
+    def stem(
+        self,
+        x: np.ndarray,
+        weight: np.ndarray,
+        bias: np.ndarray,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        *,
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Pixels (N, H, W, C) to the pooled map, step by step."""
+        checks.stem(x, weight, bias)
+        return stem_by_parts(self, x, weight, bias, mean, std, out)
 
     @_quiet
     def batch_norm2d(
@@ -143,15 +163,7 @@ class NumpyEngine:
     ) -> np.ndarray:
         """``(x − mean) / sqrt(var + eps) · weight + bias`` over the last axis of (N, H, W, C)."""
         self._check("batch_norm2d", x=x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
-        checks.rank("batch_norm2d", "x", x.shape, "(N, H, W, C)")
-        checks.vectors(
-            "batch_norm2d",
-            x.shape[-1],
-            weight=weight.shape,
-            bias=bias.shape,
-            running_mean=running_mean.shape,
-            running_var=running_var.shape,
-        )
+        checks.batch_norm2d(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
         scale = (weight / np.sqrt(running_var.astype(np.float64) + eps)).astype(self.dtype)
         y = x - running_mean
         y *= scale
@@ -167,23 +179,32 @@ class NumpyEngine:
     def add(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         """``x + y`` for equal shapes."""
         self._check("add", x=x, y=y)
-        checks.same_shape("add", x.shape, y.shape)
+        checks.same_shape("add", x, y)
         return x + y
 
     @_quiet
     def add_relu(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         """``relu(x + y)`` for equal shapes."""
         self._check("add_relu", x=x, y=y)
-        checks.same_shape("add_relu", x.shape, y.shape)
+        checks.same_shape("add_relu", x, y)
         z = x + y
         return np.maximum(z, 0, out=z)
 
-    def max_pool2d(self, x: np.ndarray, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0) -> np.ndarray:
+    def max_pool2d(
+        self,
+        x: np.ndarray,
+        kernel_size: Pair,
+        stride: Pair | None = None,
+        padding: Pair = 0,
+        *,
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
         """(N, H, W, C) to (N, P, Q, C): the window's maximum, NaN if it holds one; padding never wins."""
         self._check("max_pool2d", x=x)
-        pool = checks.pool2d(x.shape, kernel_size, stride, padding, op="max_pool2d")
-        y = np.full((x.shape[0], pool.P, pool.Q, x.shape[3]), -np.inf, self.dtype)
-        for tap in _taps(_pad(x, pool.padding, -np.inf), pool):
+        pool = checks.pool2d("max_pool2d", x.shape, kernel_size, stride, padding)
+        y = self._output("max_pool2d", pool.output_shape, out)
+        y.fill(-np.inf)
+        for tap in taps(pad(x, pool.padding, -np.inf), pool):
             np.maximum(y, tap, out=y)
         return y
 
@@ -199,29 +220,29 @@ class NumpyEngine:
     ) -> np.ndarray:
         """(N, H, W, C) to (N, P, Q, C): the window's mean, padding counted as zeros or not at all."""
         self._check("avg_pool2d", x=x)
-        pool = checks.pool2d(x.shape, kernel_size, stride, padding, op="avg_pool2d")
-        y = np.zeros((x.shape[0], pool.P, pool.Q, x.shape[3]), self.dtype)
-        for tap in _taps(_pad(x, pool.padding, 0), pool):
+        pool = checks.pool2d("avg_pool2d", x.shape, kernel_size, stride, padding)
+        y = np.zeros(pool.output_shape, self.dtype)
+        for tap in taps(pad(x, pool.padding, 0), pool):
             y += tap
         if count_include_pad:
             y /= pool.kernel[0] * pool.kernel[1]
         else:
-            inside = _pad(np.ones((1, *x.shape[1:3], 1), self.dtype), pool.padding, 0)
-            y /= sum(_taps(inside, pool))
+            inside = pad(np.ones((1, *x.shape[1:3], 1), self.dtype), pool.padding, 0)
+            y /= sum(taps(inside, pool))
         return y
 
     @_quiet
     def global_avg_pool2d(self, x: np.ndarray) -> np.ndarray:
         """(N, H, W, C) to (N, C), summed in float64."""
         self._check("global_avg_pool2d", x=x)
-        checks.global_avg_pool2d(x.shape)
+        checks.global_avg_pool2d(x)
         return x.mean(axis=(1, 2), dtype=np.float64).astype(self.dtype)
 
     @_quiet
     def linear(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
         """(N, C), (K, C) to (N, K): ``x · weightᵀ + bias``."""
         self._check("linear", x=x, weight=weight, bias=bias)
-        checks.linear(x.shape, weight.shape, None if bias is None else bias.shape)
+        checks.linear(x, weight, bias)
         y = x @ weight.T
         if bias is not None:
             y += bias
@@ -231,9 +252,7 @@ class NumpyEngine:
     def softmax(self, x: np.ndarray) -> np.ndarray:
         """Softmax over the last axis of (N, K)."""
         self._check("softmax", x=x)
-        checks.rank("softmax", "x", x.shape, "(N, K)")
-        if x.shape[1] < 1:
-            raise ValueError(f"softmax: x {x.shape} has no classes")
+        checks.softmax(x)
         y = np.exp(x - x.max(axis=1, keepdims=True))
         y /= y.sum(axis=1, keepdims=True)
         return y
@@ -241,7 +260,7 @@ class NumpyEngine:
     def pad_channels(self, x: np.ndarray, before: int, after: int, *, stride: int = 1) -> np.ndarray:
         """(N, H, W, C) to (N, ceil(H/stride), ceil(W/stride), before + C + after), zeros around C."""
         self._check("pad_channels", x=x)
-        y = np.zeros(checks.pad_channels(x.shape, before, after, stride), self.dtype)
+        y = np.zeros(checks.pad_channels(x, before, after, stride), self.dtype)
         y[..., before : before + x.shape[3]] = x[:, ::stride, ::stride]
         return y
 
@@ -256,73 +275,36 @@ class NumpyEngine:
                     f"{op}: {name} is {array.dtype}, but this engine computes in {self.dtype}; bring it in with asarray"
                 )
 
+    def _output(self, op: str, shape: tuple[int, ...], out: np.ndarray | None) -> np.ndarray:
+        if out is None:
+            return np.empty(shape, self.dtype)
+        checks.out(op, out, shape, self.dtype)
+        return out
+
     @_quiet
-    def _scale(self, op: str, x: np.ndarray, mean: Sequence[float] | None, std: Sequence[float] | None) -> np.ndarray:
+    def _scale(
+        self,
+        op: str,
+        x: np.ndarray,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """(N, H, W, C) pixels to the engine's dtype."""
         normalization = checks.normalization(op, x.shape[-1], mean, std)
+        if not isinstance(x, np.ndarray):
+            raise TypeError(f"{op}: x must be a NumPy array, got {type(x).__name__}")
+        if x.dtype != self.dtype:
+            checks.pixel_dtype(op, x.dtype)
+        if x.dtype in (np.uint16, np.int16):
+            x = from_bfloat16(x)
+        if x.dtype == self.dtype and normalization is None and out is None:
+            return np.ascontiguousarray(x)
+        y = self._output(op, x.shape, out)
+        y[...] = x
         if x.dtype == np.uint8:
-            y = self.asarray(x)
             y /= self.dtype.type(255)
-        else:
-            self._check(op, x=x)
-            y = np.array(x, order="C") if normalization else np.ascontiguousarray(x)
         if normalization is not None:
             y -= normalization[0]
             y /= normalization[1]
         return y
-
-
-def _blocks(problem: Conv2dProblem, itemsize: int) -> Iterator[tuple[slice, slice]]:
-    """Yields (images, output rows) whose columns fit in `COLUMN_BYTES`; the 1×1 case needs no columns."""
-    row = problem.Q * problem.gemm_k * problem.groups * itemsize
-    images = max(1, COLUMN_BYTES // (problem.P * row))
-    rows = problem.P if images > 1 else min(problem.P, max(1, COLUMN_BYTES // row))
-    if problem.is_pointwise and problem.groups == 1:
-        images, rows = max(1, problem.N), problem.P
-    for n in range(0, problem.N, images):
-        for p in range(0, problem.P, rows):
-            yield slice(n, min(n + images, problem.N)), slice(p, min(p + rows, problem.P))
-
-
-def _im2col(x: np.ndarray, problem: Conv2dProblem, rows: slice) -> np.ndarray:
-    """Gathers the columns of some output rows: (n, H, W, C) to (groups, n, rows, Q, R, S, C/groups)."""
-    n, groups = x.shape[0], problem.groups
-    if problem.is_pointwise and groups == 1:
-        return x
-    shape = (groups, n, rows.stop - rows.start, problem.Q, problem.R, problem.S, problem.group_channels)
-    columns = (np.zeros if problem.pad_h or problem.pad_w else np.empty)(shape, x.dtype)
-    for r in range(problem.R):
-        ps, hs = _span(rows, problem.H, r * problem.dilation_h - problem.pad_h, problem.stride_h)
-        for s in range(problem.S):
-            qs, ws = _span(slice(0, problem.Q), problem.W, s * problem.dilation_w - problem.pad_w, problem.stride_w)
-            tap = x[:, hs, ws]
-            columns[:, :, ps, qs, r, s] = np.moveaxis(tap.reshape(*tap.shape[:3], groups, problem.group_channels), 3, 0)
-    return columns
-
-
-def _span(outputs: slice, size: int, offset: int, stride: int) -> tuple[slice, slice]:
-    """For output i of `outputs`, the input is ``i·stride + offset``; returns where it lies inside [0, size).
-
-    The first slice is relative to ``outputs.start``, the second indexes the input.
-    """
-    first = max(outputs.start, -(offset // stride))
-    stop = max(first, min(outputs.stop, (size - 1 - offset) // stride + 1))
-    start = first * stride + offset
-    return (
-        slice(first - outputs.start, stop - outputs.start),
-        slice(start, start + (stop - first - 1) * stride + 1 if stop > first else start, stride),
-    )
-
-
-def _pad(x: np.ndarray, padding: tuple[int, int], value: float) -> np.ndarray:
-    if padding == (0, 0):
-        return x
-    widths = ((0, 0), (padding[0], padding[0]), (padding[1], padding[1]), (0, 0))
-    return np.pad(x, widths, constant_values=value)
-
-
-def _taps(x: np.ndarray, pool: checks.Pool2d) -> Iterator[np.ndarray]:
-    """Yields, for each position in the window, the (N, P, Q, C) view of a padded input that it meets."""
-    (step_h, step_w), (R, S) = pool.stride, pool.kernel
-    for r in range(R):
-        for s in range(S):
-            yield x[:, r : r + (pool.P - 1) * step_h + 1 : step_h, s : s + (pool.Q - 1) * step_w + 1 : step_w]

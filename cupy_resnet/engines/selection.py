@@ -4,15 +4,25 @@ import logging
 
 from .. import environment
 from .._names import unknown_name
-from ..conv2d import check_kernel
+from ..conv2d import PRECISIONS, VARIANTS, check_kernel
 from ..errors import EngineUnavailableError
 from .base import Ops
-from .cuda_engine import CudaEngine, cuda_obstacle
+from .cuda_engine import CudaEngine, cuda_obstacle, describe_device, find_device, precision_obstacle
 
 logger = logging.getLogger(__name__)
 
+PREFERRED = ("fp16", "fp32")
+"""What ``precision="auto"`` means, the first of them that the GPU and the demanded kernel can compute in."""
 
-def make_engine(engine: str = "auto", *, kernel: str = "auto", strict: bool = False, device: int | None = None) -> Ops:
+
+def make_engine(
+    engine: str = "auto",
+    *,
+    kernel: str = "auto",
+    strict: bool = False,
+    device: int | None = None,
+    precision: str = "fp32",
+) -> Ops:
     """Returns an engine.
 
     Args:
@@ -21,20 +31,29 @@ def make_engine(engine: str = "auto", *, kernel: str = "auto", strict: bool = Fa
         kernel: the convolution kernel to use wherever it applies, or ``"auto"``; only for the CUDA engine.
         strict: whether a convolution that `kernel` does not support is an error rather than a fallback.
         device: index of the GPU, by default CuPy's current one; only for the CUDA engine.
+        precision: a key of `conv2d.precision.PRECISIONS`, or ``"auto"``: fp16 on a GPU with tensor cores, unless
+            `kernel` cannot; fp32 otherwise. The NumPy engine computes in fp32.
 
     Raises:
-        EngineUnavailableError: the CUDA engine was asked for and cannot run here.
-        ValueError: an unknown engine or kernel, or arguments of the CUDA engine for the NumPy engine.
+        EngineUnavailableError: the CUDA engine was asked for and cannot run here, or not in this precision.
+        ValueError: an unknown engine, kernel or precision, or arguments of the CUDA engine for the NumPy engine.
     """
     if engine not in environment.ENGINES:
         raise ValueError(unknown_name("engine", engine, environment.ENGINES))
+    if precision not in ("auto", *PRECISIONS):
+        raise ValueError(unknown_name("precision", precision, ("auto", *PRECISIONS)))
     check_kernel(kernel)
     wanted = environment.engine() if engine == "auto" else engine
     obstacle = None if wanted == "numpy" else cuda_obstacle()
     if wanted == "cuda" and obstacle:
         raise EngineUnavailableError(obstacle)
     if wanted == "numpy" or obstacle:
-        given = {"kernel": kernel != "auto", "strict": strict, "device": device is not None}
+        given = {
+            "kernel": kernel != "auto",
+            "strict": strict,
+            "device": device is not None,
+            f"precision={precision!r}": precision not in ("auto", "fp32"),
+        }
         useless = [name for name, present in given.items() if present]
         if useless:
             why = f" (chosen because: {obstacle})" if obstacle else ""
@@ -42,5 +61,14 @@ def make_engine(engine: str = "auto", *, kernel: str = "auto", strict: bool = Fa
         from .numpy_engine import NumpyEngine
 
         return NumpyEngine()
+    if precision == "auto":
+        precision = _preferred_precision(device, kernel)
     # A classifier pools over the image, so that how far a NaN spreads before that does not matter.
-    return CudaEngine(device, kernel=kernel, strict=strict, allow_winograd=True)
+    return CudaEngine(device, precision=precision, kernel=kernel, strict=strict, spread_nan=True)
+
+
+def _preferred_precision(device: int | None, kernel: str) -> str:
+    description = describe_device(find_device(device))
+    possible = PRECISIONS if kernel == "auto" else VARIANTS[kernel].precisions
+    usable = [name for name in PREFERRED if name in possible and not precision_obstacle(name, description)]
+    return usable[0] if usable else "fp32"

@@ -4,28 +4,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from ..conv2d.precision import PRECISIONS
 from ..conv2d.problem import Conv2dProblem
 from . import checks
-from .base import Pair
+from .base import Pair, stem_by_parts
+from .linear_problem import linear_problem
 
-ITEMSIZE = 4
+FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
 class ShapeArray:
-    """Stands for a float32 array.
+    """Stands for an array.
 
     Args:
         shape: as of the array.
         layer: for weights, the name of the layer they belong to.
+        dtype: of its elements.
+        channels_first: for (N, H, W, C) pixels, whether they are a view of memory that lies NCHW.
     """
 
     shape: tuple[int, ...]
     layer: str | None = None
+    dtype: np.dtype = FLOAT32
+    channels_first: bool = False
 
     @property
     def nbytes(self) -> int:
-        return _size(self.shape) * ITEMSIZE
+        return _size(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +46,9 @@ class OpRecord:
         output_shape: of its result.
         flops: floating-point operations, a multiply-add counted as two.
         nbytes: the fewest bytes to move: every input and the output once.
-        problem: for a convolution, its description.
-        epilogue: what is fused behind a convolution, of ``"bias"``, ``"residual"``, ``"relu"``.
+        problem: for a convolution or a fused stem, its description.
+        epilogue: what is fused behind a convolution, of ``"bias"``, ``"residual"``, ``"relu"``, ``"max_pool2d"``.
+        as_conv2d: for ``linear`` on many images, the convolution that computes it on a GPU, by any kernel.
     """
 
     op: str
@@ -49,22 +58,34 @@ class OpRecord:
     nbytes: int
     problem: Conv2dProblem | None = None
     epilogue: tuple[str, ...] = ()
+    as_conv2d: Conv2dProblem | None = None
 
 
 class ShapeEngine:
-    """Implements `base.Ops` on `ShapeArray`; `records` grows by one `OpRecord` per call.
+    """Implements `base.Ops` on `ShapeArray`; `records` grows by one `OpRecord` per operation that would be launched.
 
     Not for several threads at once: an instance serves one walk through a graph.
+
+    Args:
+        precision: a key of `conv2d.precision.PRECISIONS`.
+        fused_stem: whether `stem` is recorded as the one kernel that it may be, or as its parts.
     """
 
     name = "shapes"
 
-    def __init__(self) -> None:
+    def __init__(self, precision: str = "fp32", *, fused_stem: bool = False) -> None:
+        self.precision = precision
+        self.arithmetic = PRECISIONS[precision]
+        self.fused_stem = fused_stem
         self.records: list[OpRecord] = []
 
     def asarray(self, x: Any) -> ShapeArray:
         """Returns a ShapeArray of x's shape."""
         return x if isinstance(x, ShapeArray) else ShapeArray(tuple(x.shape))
+
+    def upload(self, x: Any) -> ShapeArray:
+        """Returns a ShapeArray of x's shape and dtype."""
+        return x if isinstance(x, ShapeArray) else ShapeArray(tuple(x.shape), dtype=np.dtype(x.dtype))
 
     def to_numpy(self, x: ShapeArray) -> Any:
         """Raises TypeError: there are no values."""
@@ -73,7 +94,25 @@ class ShapeEngine:
     def filter(self, weight: Any) -> ShapeArray:
         """Returns a ShapeArray of a (K, R, S, C/groups) filter."""
         checks.rank("filter", "weight", tuple(weight.shape), "(K, R, S, C/groups)")
-        return self.asarray(weight)
+        layer = weight.layer if isinstance(weight, ShapeArray) else None
+        return ShapeArray(tuple(weight.shape), layer, self.arithmetic.storage)
+
+    def pixels(
+        self,
+        x: ShapeArray,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        *,
+        out: ShapeArray | None = None,
+    ) -> ShapeArray:
+        """(N, H, W, C) to the same shape; nothing is recorded where `x` can be used as it is."""
+        checks.rank("pixels", "x", x.shape, "(N, H, W, C)")
+        checks.pixel_dtype("pixels", x.dtype)
+        normalized = checks.normalization("pixels", x.shape[3], mean, std) is not None
+        if x.dtype == self.arithmetic.storage and not (normalized or x.channels_first):
+            return x
+        op = "nchw_to_nhwc" if x.channels_first else "normalize"
+        return self._activation(op, x.shape, x, flops_per_element=2 * normalized + (x.dtype == np.uint8))
 
     def nchw_to_nhwc(
         self, x: ShapeArray, *, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
@@ -82,7 +121,7 @@ class ShapeEngine:
         checks.rank("nchw_to_nhwc", "x", x.shape, "(N, C, H, W)")
         N, C, H, W = x.shape
         normalized = checks.normalization("nchw_to_nhwc", C, mean, std) is not None
-        return self._record("nchw_to_nhwc", (N, H, W, C), x, flops_per_element=2 * normalized)
+        return self._activation("nchw_to_nhwc", (N, H, W, C), x, flops_per_element=2 * normalized)
 
     def nhwc_to_nchw(self, x: ShapeArray) -> ShapeArray:
         """(N, H, W, C) to (N, C, H, W)."""
@@ -94,7 +133,7 @@ class ShapeEngine:
         """(N, H, W, C) to the same shape."""
         checks.rank("normalize", "x", x.shape, "(N, H, W, C)")
         checks.normalization("normalize", x.shape[-1], mean, std)
-        return self._record("normalize", x.shape, x, flops_per_element=2)
+        return self._activation("normalize", x.shape, x, flops_per_element=2)
 
     def conv2d(
         self,
@@ -110,31 +149,51 @@ class ShapeEngine:
         relu: bool = False,
     ) -> ShapeArray:
         """(N, H, W, C), (K, R, S, C/groups) to (N, P, Q, K)."""
-        problem = checks.conv2d_problem(
-            x.shape,
-            weight.shape,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            groups=groups,
-            residual_shape=None if residual is None else residual.shape,
-            bias_shape=None if bias is None else bias.shape,
-        )
+        geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        problem = checks.conv2d(x, weight, bias, residual=residual, precision=self.precision, **geometry)
         fused = {"bias": bias is not None, "residual": residual is not None, "relu": relu}
         epilogue = tuple(name for name, present in fused.items() if present)
-        extra = sum(array.nbytes for array in (bias, residual) if array is not None)
         self.records.append(
             OpRecord(
                 op="conv2d",
                 layer=weight.layer,
                 output_shape=problem.output_shape,
                 flops=problem.flops + len(epilogue) * _size(problem.output_shape),
-                nbytes=problem.bytes + extra,
+                nbytes=problem.bytes + _nbytes(bias, residual),
                 problem=problem,
                 epilogue=epilogue,
             )
         )
-        return ShapeArray(problem.output_shape)
+        return ShapeArray(problem.output_shape, dtype=self.arithmetic.storage)
+
+    def stem(
+        self,
+        x: ShapeArray,
+        weight: ShapeArray,
+        bias: ShapeArray,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        *,
+        out: ShapeArray | None = None,
+    ) -> ShapeArray:
+        """(N, H, W, C), (K, 7, 7, C) to (N, P, Q, K)."""
+        shape = checks.stem(x, weight, bias)
+        if not self.fused_stem:
+            return stem_by_parts(self, x, weight, bias, mean, std, out)
+        problem = checks.conv2d(x, weight, bias, stride=2, padding=3, precision=self.precision)
+        y = ShapeArray(shape, dtype=self.arithmetic.storage)
+        self.records.append(
+            OpRecord(
+                op="stem",
+                layer=weight.layer,
+                output_shape=shape,
+                flops=problem.flops + 2 * _size(problem.output_shape) + 9 * _size(shape),
+                nbytes=_nbytes(x, bias, y) + _size(weight.shape) * self.arithmetic.element_size,
+                problem=problem,
+                epilogue=("bias", "relu", "max_pool2d"),
+            )
+        )
+        return y
 
     def batch_norm2d(
         self,
@@ -147,32 +206,33 @@ class ShapeEngine:
         eps: float = 1e-5,
     ) -> ShapeArray:
         """(N, H, W, C) to the same shape."""
-        checks.rank("batch_norm2d", "x", x.shape, "(N, H, W, C)")
-        checks.vectors(
-            "batch_norm2d",
-            x.shape[-1],
-            weight=weight.shape,
-            bias=bias.shape,
-            running_mean=running_mean.shape,
-            running_var=running_var.shape,
-        )
-        return self._record("batch_norm2d", x.shape, x, weight, bias, running_mean, running_var, flops_per_element=3)
+        parameters = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+        checks.batch_norm2d(x, **parameters)
+        return self._activation("batch_norm2d", x.shape, x, *parameters.values(), flops_per_element=3)
 
     def relu(self, x: ShapeArray) -> ShapeArray:
         """Any shape to itself."""
-        return self._record("relu", x.shape, x)
+        return self._activation("relu", x.shape, x)
 
     def add(self, x: ShapeArray, y: ShapeArray) -> ShapeArray:
         """Two equal shapes to the same."""
-        checks.same_shape("add", x.shape, y.shape)
-        return self._record("add", x.shape, x, y)
+        checks.same_shape("add", x, y)
+        return self._activation("add", x.shape, x, y)
 
     def add_relu(self, x: ShapeArray, y: ShapeArray) -> ShapeArray:
         """Two equal shapes to the same."""
-        checks.same_shape("add_relu", x.shape, y.shape)
-        return self._record("add_relu", x.shape, x, y, flops_per_element=2)
+        checks.same_shape("add_relu", x, y)
+        return self._activation("add_relu", x.shape, x, y, flops_per_element=2)
 
-    def max_pool2d(self, x: ShapeArray, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0) -> ShapeArray:
+    def max_pool2d(
+        self,
+        x: ShapeArray,
+        kernel_size: Pair,
+        stride: Pair | None = None,
+        padding: Pair = 0,
+        *,
+        out: ShapeArray | None = None,
+    ) -> ShapeArray:
         """(N, H, W, C) to (N, P, Q, C)."""
         return self._pool("max_pool2d", x, kernel_size, stride, padding)
 
@@ -190,44 +250,65 @@ class ShapeEngine:
 
     def global_avg_pool2d(self, x: ShapeArray) -> ShapeArray:
         """(N, H, W, C) to (N, C)."""
-        checks.global_avg_pool2d(x.shape)
-        N, H, W, C = x.shape
+        N, H, W, C = checks.global_avg_pool2d(x)
         return self._record("global_avg_pool2d", (N, C), x, flops_per_element=H * W)
 
     def linear(self, x: ShapeArray, weight: ShapeArray, bias: ShapeArray | None = None) -> ShapeArray:
         """(N, C), (K, C) to (N, K)."""
-        N, C, K = checks.linear(x.shape, weight.shape, None if bias is None else bias.shape)
+        N, C, K = checks.linear(x, weight, bias)
         inputs = [array for array in (x, weight, bias) if array is not None]
-        return self._record("linear", (N, K), *inputs, flops_per_element=2 * C + (bias is not None))
+        return self._record(
+            "linear",
+            (N, K),
+            *inputs,
+            flops_per_element=2 * C + (bias is not None),
+            as_conv2d=linear_problem(N, C, K, self.precision),
+        )
 
     def softmax(self, x: ShapeArray) -> ShapeArray:
         """(N, K) to the same shape."""
-        checks.rank("softmax", "x", x.shape, "(N, K)")
-        return self._record("softmax", x.shape, x, flops_per_element=4)
+        return self._record("softmax", checks.softmax(x), x, flops_per_element=4)
 
     def pad_channels(self, x: ShapeArray, before: int, after: int, *, stride: int = 1) -> ShapeArray:
         """(N, H, W, C) to (N, ceil(H/stride), ceil(W/stride), before + C + after)."""
-        shape = checks.pad_channels(x.shape, before, after, stride)
-        return self._record("pad_channels", shape, x, flops_per_element=0)
+        shape = checks.pad_channels(x, before, after, stride)
+        return self._activation("pad_channels", shape, x, flops_per_element=0)
 
     def _pool(self, op: str, x: ShapeArray, kernel_size: Pair, stride: Pair | None, padding: Pair) -> ShapeArray:
-        pool = checks.pool2d(x.shape, kernel_size, stride, padding, op=op)
-        shape = (x.shape[0], pool.P, pool.Q, x.shape[3])
-        return self._record(op, shape, x, flops_per_element=pool.kernel[0] * pool.kernel[1])
+        pool = checks.pool2d(op, x.shape, kernel_size, stride, padding)
+        return self._activation(op, pool.output_shape, x, flops_per_element=pool.kernel[0] * pool.kernel[1])
 
-    def _record(self, op: str, shape: tuple[int, ...], *inputs: ShapeArray, flops_per_element: int = 1) -> ShapeArray:
-        output = ShapeArray(shape)
-        layer = next((array.layer for array in inputs if array.layer is not None), None)
+    def _activation(
+        self, op: str, shape: tuple[int, ...], *inputs: ShapeArray, flops_per_element: int = 1
+    ) -> ShapeArray:
+        """Records an operation whose result is stored in the engine's precision."""
+        return self._record(op, shape, *inputs, flops_per_element=flops_per_element, dtype=self.arithmetic.storage)
+
+    def _record(
+        self,
+        op: str,
+        shape: tuple[int, ...],
+        *inputs: ShapeArray,
+        flops_per_element: int,
+        dtype: np.dtype = FLOAT32,
+        as_conv2d: Conv2dProblem | None = None,
+    ) -> ShapeArray:
+        output = ShapeArray(shape, dtype=dtype)
         self.records.append(
             OpRecord(
                 op=op,
-                layer=layer,
+                layer=next((array.layer for array in inputs if array.layer is not None), None),
                 output_shape=shape,
                 flops=flops_per_element * _size(shape),
-                nbytes=sum(array.nbytes for array in inputs) + output.nbytes,
+                nbytes=_nbytes(*inputs, output),
+                as_conv2d=as_conv2d,
             )
         )
         return output
+
+
+def _nbytes(*arrays: ShapeArray | None) -> int:
+    return sum(array.nbytes for array in arrays if array is not None)
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -2,14 +2,15 @@
 
 The way of a kernel, one module per step: `sources` finds its text, `headers` the CUDA headers that fit the loaded
 NVRTC, `compiler` makes a cubin of it, `cache` keeps that, `building` ties these together, `loading` puts the cubin on
-a device. `report` compiles everything for the command line; `arch`, `ptxas` and `toolchain` know architectures,
-the assembler's statistics, and CuPy's NVRTC.
+a device, `launching` starts it. `report` compiles everything for the command line; `arch`, `ptxas` and `toolchain` know
+architectures, the assembler's statistics, and CuPy's NVRTC.
 
 Importing this package imports no CuPy; compiling needs CuPy and NVRTC but no GPU; only `get_function` needs one.
 """
 
 from .arch import Arch
 from .building import Compiled, CompileEvent, Defines, compile_kernel, compile_listeners, on_compile
+from .launching import Launch, PreparedLaunch, allocating_during_capture, launch, overlapping, recording
 from .loading import get_function
 from .ptxas import KernelResources
 from .report import Report, compile_reports
@@ -22,12 +23,18 @@ __all__ = [
     "Defines",
     "KernelResources",
     "KernelSource",
+    "Launch",
+    "PreparedLaunch",
     "Report",
+    "allocating_during_capture",
     "compile_kernel",
     "compile_listeners",
     "compile_reports",
     "get_function",
+    "launch",
     "list_kernels",
     "on_compile",
+    "overlapping",
+    "recording",
     "sources_digest",
 ]

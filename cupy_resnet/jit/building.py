@@ -108,10 +108,10 @@ def compile_kernel(name: str, *, defines: Defines | None = None, arch: str) -> C
         ValueError: no such kernel, a misspelled architecture, or a define whose name is no identifier.
     """
     kernel = find_kernel(name)
-    target = Arch.parse(arch)
-    if not target.provides(Arch.parse(kernel.min_arch)):
-        exactly = "exactly " if Arch.parse(kernel.min_arch).suffix else "at least "
-        raise CompileError(f"kernel {name} needs {exactly}{kernel.min_arch}, but {arch} was asked for")
+    target, minimum = Arch.parse(arch), Arch.parse(kernel.min_arch_of(defines or {}))
+    if not target.provides(minimum):
+        exactly = "exactly " if minimum.suffix else "at least "
+        raise CompileError(f"kernel {name} needs {exactly}{minimum}, but {arch} was asked for")
     program = load_program(kernel)
     options = _define_options(defines or {})
     key = _key(program, options, target)

@@ -83,7 +83,7 @@ def _load(name: str, function: str, defines: Defines | None, device: int, arch: 
     if _inherited is not None and _inherited.modules:
         raise EngineUnavailableError(_SPAWN_ADVICE)
     cupy = toolchain.import_cupy()
-    compiled = compile_kernel(name, defines=defines, arch=arch or _arch_for(name, device))
+    compiled = compile_kernel(name, defines=defines, arch=arch or _arch_for(name, defines, device))
     if compiled.resources and function not in compiled.resources:
         raise ValueError(f"kernel {name} has no function {function!r}; it has: {', '.join(compiled.resources)}")
     with _loaded.lock:
@@ -100,8 +100,8 @@ def _load(name: str, function: str, defines: Defines | None, device: int, arch: 
     return kernel
 
 
-def _arch_for(name: str, device: int) -> str:
-    """Returns the architecture to compile a kernel for, to run it on a device."""
+def _arch_for(name: str, defines: Defines | None, device: int) -> str:
+    """Returns the architecture to compile a form of a kernel for, to run it on a device."""
     cupy = toolchain.import_cupy()
     try:
         capability = cupy.cuda.Device(device).compute_capability
@@ -114,7 +114,7 @@ def _arch_for(name: str, device: int) -> str:
             f"this NVRTC knows no architecture that runs on device {device} (compute capability {major}.{minor}); it "
             f"knows {', '.join(f'sm_{n}' for n in toolchain.supported_archs())} ({toolchain.describe_versions()})"
         )
-    minimum = find_kernel(name).min_arch
+    minimum = find_kernel(name).min_arch_of(defines or {})
     special = arch.specialised(Arch.parse(minimum))
     if special is None:
         raise CompileError(f"kernel {name} needs {minimum}; device {device} is sm_{major}{minor}")

@@ -66,10 +66,11 @@ def compile_reports(
     targets = [Arch.parse(arch) for arch in archs]
     tasks: list[tuple[KernelSource, Defines, Arch, Arch | None]] = []
     for kernel in kernels:
-        minimum = Arch.parse(kernel.min_arch)
-        # sm_90 and sm_90a may come to the same.
-        pairs = {target.specialised(minimum) or target: target.specialised(minimum) for target in targets}
-        tasks += [(kernel, defines, *pair) for defines in configurations(kernel.name) for pair in pairs.items()]
+        for defines in configurations(kernel.name):
+            minimum = Arch.parse(kernel.min_arch_of(defines))
+            # sm_90 and sm_90a may come to the same.
+            pairs = {target.specialised(minimum) or target: target.specialised(minimum) for target in targets}
+            tasks += [(kernel, defines, *pair) for pair in pairs.items()]
     with ThreadPoolExecutor(max_workers=max(jobs, 1)) as pool:
         try:
             yield from pool.map(lambda task: _report(*task), tasks)
@@ -80,7 +81,7 @@ def compile_reports(
 
 def _report(kernel: KernelSource, defines: Defines, arch: Arch, special: Arch | None) -> Report:
     if special is None:
-        return Report(kernel.name, str(arch), defines, "skipped", f"needs {kernel.min_arch}")
+        return Report(kernel.name, str(arch), defines, "skipped", f"needs {kernel.min_arch_of(defines)}")
     try:
         compiled = compile_kernel(kernel.name, defines=defines, arch=str(special))
     except CompileError as error:

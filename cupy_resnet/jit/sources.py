@@ -5,11 +5,13 @@ A kernel is ``kernels_cu/<name>.cu``; what kernels share lies in ``kernels_cu/in
 
     // @solves 2-D convolution, fp32, any shape
     // @arch sm_70
+
+A form that needs more says so in a further line: ``// @arch_if ELEMENT=BFloat16 sm_80``.
 """
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from .arch import Arch
 FOLDER = "kernels_cu"
 
 _TAG = re.compile(r"^//\s*@(solves|arch)\s+(\S.*?)\s*$", re.MULTILINE)
+_ARCH_IF = re.compile(r"^//\s*@arch_if\s+(\w+)=(\S+)\s+(\w+)\s*$", re.MULTILINE)
 _ANY_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 
@@ -33,12 +36,19 @@ class KernelSource:
         solves: one line for people: the problem the kernel solves.
         min_arch: the least architecture it runs on, as ``"sm_70"``.
         path: the file.
+        conditions: (macro, value, architecture): the least architecture of the forms where the macro has that value.
     """
 
     name: str
     solves: str
     min_arch: str
     path: Path
+    conditions: tuple[tuple[str, str, str], ...] = ()
+
+    def min_arch_of(self, defines: Mapping[str, object]) -> str:
+        """Returns the least architecture that the form with these macros runs on, as ``"sm_80"``."""
+        met = [arch for macro, value, arch in self.conditions if str(defines.get(macro)) == value]
+        return max((self.min_arch, *met), key=lambda arch: Arch.parse(arch).number)
 
 
 @dataclass(frozen=True)
@@ -125,14 +135,17 @@ def digest(parts: Iterable[bytes]) -> str:
 
 
 def _describe(path: Path) -> KernelSource:
-    tags = dict(_TAG.findall(path.read_text(encoding="utf-8")))
+    text = path.read_text(encoding="utf-8")
+    tags = dict(_TAG.findall(text))
     for tag, example in (("solves", "2-D convolution, fp32"), ("arch", "sm_70")):
         if tag not in tags:
             raise CompileError(
                 f"{path} does not say '// @{tag} …' in its head; write a line such as: // @{tag} {example}"
             )
+    conditions = tuple(_ARCH_IF.findall(text))
     try:
-        Arch.parse(tags["arch"])
+        for arch in (tags["arch"], *(arch for _, _, arch in conditions)):
+            Arch.parse(arch)
     except ValueError as error:
-        raise CompileError(f"{path}, line '// @arch': {error}") from error
-    return KernelSource(path.stem, tags["solves"], tags["arch"], path)
+        raise CompileError(f"{path}, line '// @arch' or '// @arch_if': {error}") from error
+    return KernelSource(path.stem, tags["solves"], tags["arch"], path, conditions)

@@ -1,6 +1,6 @@
 """What every network of the package is: a description that binds to an engine and runs there."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
@@ -64,20 +64,62 @@ class Network:
     head: Linear
     default_size: int
 
-    def __call__(self, ops: "Ops", x: "Array", checkpoint: Checkpoint | None = None) -> tuple["Array", "Array"]:
+    def __call__(
+        self,
+        ops: "Ops",
+        x: "Array",
+        checkpoint: Checkpoint | None = None,
+        *,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> tuple["Array", "Array"]:
         """Runs a bound network.
 
         Args:
             ops: the engine that the layers are bound to.
-            x: (N, H, W, in_channels).
+            x: (N, H, W, in_channels) pixels, of any strides and type that ``ops.pixels`` takes.
             checkpoint: called with each of `checkpoint_names` and its array, in order.
+            mean, std: of each channel, to normalise `x` by; None where it is normalised already.
 
         Returns:
-            Logits (N, num_classes) and pooled features (N, num_features).
+            Logits (N, num_classes) and pooled features (N, num_features), float32.
         """
+        return self.body(ops, self.front(ops, x, mean=mean, std=std), checkpoint)
+
+    @property
+    def has_fused_stem(self) -> bool:
+        """Whether `front` computes the whole stem, in one operation."""
+        return self.stem_max_pool and self.stem.batch_norm is None and self.stem.kernel_size == 7
+
+    def front(
+        self,
+        ops: "Ops",
+        x: "Array",
+        *,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        out: "Array | None" = None,
+    ) -> "Array":
+        """Runs what reads the caller's pixels: the fused stem, or where there is none the conversion to activations.
+
+        Args:
+            ops, x, mean, std: as for calling the network.
+            out: where to put the result, an array of the engine; a new one by default.
+        """
+        if self.has_fused_stem:
+            return ops.stem(x, self.stem.weight, self.stem.bias, mean=mean, std=std, out=out)
+        return ops.pixels(x, mean=mean, std=std, out=out)
+
+    def finish_stem(self, ops: "Ops", x: "Array") -> "Array":
+        """Turns what `front` returned into what the first block gets."""
+        if self.has_fused_stem:
+            return x
         x = conv_bn(ops, x, self.stem, relu=True)
-        if self.stem_max_pool:
-            x = ops.max_pool2d(x, 3, stride=2, padding=1)
+        return ops.max_pool2d(x, 3, stride=2, padding=1) if self.stem_max_pool else x
+
+    def body(self, ops: "Ops", x: "Array", checkpoint: Checkpoint | None = None) -> tuple["Array", "Array"]:
+        """Runs the rest on what `front` returned."""
+        x = self.finish_stem(ops, x)
         if checkpoint is not None:
             checkpoint("stem", x)
         for name, block in self.blocks:

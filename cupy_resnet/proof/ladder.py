@@ -20,15 +20,13 @@ from ..networks import describe
 
 FORMAT = "ladder"
 LAYOUTS = ("nchw", "nhwc")
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""The precision a problem is in → its dtype."""
 
 
 def convolutions(model: str, batch: int, size: int = 224) -> dict[Conv2dProblem, int]:
     """Returns a network's distinct convolutions on (batch, 3, size, size), in order, and how often each occurs."""
     ops = ShapeEngine()
     network = describe(model)
-    bind_shapes(network, fuse=True)(ops, ops.nchw_to_nhwc(ShapeArray((batch, network.in_channels, size, size))))
+    bind_shapes(network, fuse=True)(ops, ShapeArray((batch, size, size, network.in_channels)))
     return Counter(record.problem for record in ops.records if record.problem is not None)
 
 
@@ -50,7 +48,7 @@ def parse_problem(text: str) -> Conv2dProblem:
         for each in (f"{name}_h", f"{name}_w") if name in ("stride", "pad", "dilation") else (name,):
             words[each] = int(value)
     words = {"W": words.get("H", 0), "S": words.get("R", 0)} | words
-    known = Conv2dProblem.__dataclass_fields__.keys() - {"dtype"}
+    known = Conv2dProblem.__dataclass_fields__.keys() - {"precision"}
     if unknown := sorted(words.keys() - known):
         raise ValueError(
             f"no size of a convolution is called {', '.join(unknown)}: there are {', '.join(sorted(known))}"
@@ -95,8 +93,7 @@ class Layer:
     @property
     def rival(self) -> str:
         """The library in the problem's own precision, as `median_ms` knows it."""
-        precision = next(name for name, dtype in DTYPES.items() if dtype == self.problem["dtype"])
-        return library_name(self.library, precision)
+        return library_name(self.library, rival_precision(self.problem["precision"]))
 
     @property
     def libraries(self) -> list[str]:
@@ -108,6 +105,11 @@ class Layer:
     def kernels(self) -> list[str]:
         """Ours, whose times count."""
         return [name for name in self.configs if name in self.samples_ms and name not in self.wrong]
+
+
+def rival_precision(precision: str) -> str:
+    """Returns what torch has to compute in to be as accurate as ours in `precision`."""
+    return "fp32" if precision == "fp32-tc" else precision
 
 
 def library_name(library: str, precision: str) -> str:

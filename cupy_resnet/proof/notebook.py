@@ -93,13 +93,13 @@ def quote(kernel: str, begin: str) -> Quote:
     """Quotes a statement, loop or function of a kernel from its source, so that it is what really runs.
 
     Args:
-        kernel: name of a ``.cu`` file without its suffix.
+        kernel: name of a ``.cu`` file without its suffix, or of a header with it, as ``"include/epilogue.cuh"``.
         begin: text of its first line, the first such line in the file; it ends where the braces that it opens close.
 
     Raises:
         ValueError: the file has no such line.
     """
-    name = f"{kernel}.cu"
+    name = kernel if kernel.endswith(".cuh") else f"{kernel}.cu"
     lines = (folder("kernels_cu") / name).read_text(encoding="utf-8").splitlines()
     first = next((number for number, line in enumerate(lines) if begin in line), None)
     if first is None:
@@ -207,13 +207,13 @@ def measure_here(problem: Conv2dProblem, variant: str, config: Any, samples: int
         return None
     import cupy
 
-    from ..conv2d.variants import Filter, Operands
+    from ..conv2d.variants import VARIANTS, Filter, Operands
     from ..engines.cuda_engine import CudaEngine
 
     ops, normal = CudaEngine(), np.random.default_rng(0).standard_normal
     x, weight = (ops.asarray(normal(shape, np.float32)) for shape in (problem.input_shape, problem.filter_shape))
     y = cupy.empty(problem.output_shape, cupy.float32)
-    call = partial(ops.launch_conv2d, variant, config, problem, Operands(x, Filter(weight), None, None, y, False))
+    call = partial(VARIANTS[variant].launch, problem, Operands(x, Filter(weight), None, None, y, False), config)
     clock = CudaClock(ops.device)
     call()  # compiles
     return statistics.median(clock.alone(call)[1] for _ in range(samples))

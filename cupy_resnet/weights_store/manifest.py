@@ -75,6 +75,9 @@ class _Recorder:
         self.layers.append({"kind": kind, "inputs": list(inputs), "output": output, **attributes})
         return output
 
+    def pixels(self, x: str, **options: Any) -> str:
+        return x  # the manifest's input is what the first layer takes
+
     def conv2d(self, x: str, weight: str, *, stride: int, padding: int, groups: int) -> str:
         conv = self._convolutions[weight]
         return self._add(

@@ -3,10 +3,10 @@
 // On older architectures they are ordinary loads and stores: same result, no overlap with arithmetic.
 #pragma once
 
-// Copies BYTES (4 or 16) from `source` if `valid`, else writes zeros. `source` must be a mapped address either way.
+// Copies BYTES (4 or 16) from `source` if `valid`, else writes zeros; then nothing is read, wherever `source` points.
 template <int BYTES>
-__device__ __forceinline__ void copy_async(float* destination, const float* source, bool valid) {
-    static_assert(BYTES == 4 || BYTES == 16, "one float or one float4");
+__device__ __forceinline__ void copy_async(void* destination, const void* source, bool valid) {
+    static_assert(BYTES == 4 || BYTES == 16, "what cp.async moves");
 #if __CUDA_ARCH__ >= 800
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(destination));
     const int bytes = valid ? BYTES : 0;  // the rest, up to BYTES, is filled with zeros
@@ -17,10 +17,10 @@ __device__ __forceinline__ void copy_async(float* destination, const float* sour
     }
 #else
     if constexpr (BYTES == 16) {
-        *reinterpret_cast<float4*>(destination) =
-            valid ? *reinterpret_cast<const float4*>(source) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        *static_cast<float4*>(destination) =
+            valid ? *static_cast<const float4*>(source) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     } else {
-        *destination = valid ? *source : 0.0f;
+        *static_cast<float*>(destination) = valid ? *static_cast<const float*>(source) : 0.0f;
     }
 #endif
 }

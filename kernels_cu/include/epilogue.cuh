@@ -4,6 +4,8 @@
 // cost one extra read (the residual) instead of a pass over the tensor each.
 #pragma once
 
+#include "element.cuh"
+
 // ReLU that keeps NaN: fmaxf(x, 0) and x > 0 ? x : 0 would both turn it into 0.
 __device__ __forceinline__ float relu_of(float x) { return x < 0.0f ? 0.0f : x; }
 
@@ -36,4 +38,70 @@ struct Epilogue {
     static __device__ __forceinline__ float4 add(float4 a, float4 b) {
         return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
     }
+};
+
+// The same for 8 neighbouring outputs of one pixel, in the tensor's own element type. Loading the residual and storing are
+// apart, so that whoever has several such outputs can have all loads under way before the first store: a residual may be
+// the output itself, and so the compiler must not move loads across stores on its own.
+template <typename Element>
+struct Epilogue8 {
+    static constexpr int CHUNKS = 8 / PER_CHUNK<Element>;
+
+    const float* bias;        // [K] or null
+    const Element* residual;  // the output's shape, or null
+    int with_relu;
+
+    // Filters k .. k + columns − 1; the others' bias is 0.
+    __device__ __forceinline__ void load_bias(float (&values)[8], int k, int columns) const {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) values[c] = bias && c < columns ? bias[k + c] : 0.0f;
+    }
+
+    // The first `columns` of 8 residuals at element `offset`, zeros for the others. WHOLE: columns is 0 or 8 and offset a
+    // multiple of 8, so that chunks of 16 bytes are moved.
+    template <bool WHOLE>
+    __device__ __forceinline__ void load_residual(Chunk (&chunks)[CHUNKS], long long offset, int columns) const {
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) {
+            chunks[i] = Chunk{};
+            if (!residual || columns == 0) continue;
+            const Element* const source = residual + offset + i * PER_CHUNK<Element>;
+            if constexpr (WHOLE) {
+                chunks[i] = load_chunk(source);
+            } else {
+                float values[PER_CHUNK<Element>];
+#pragma unroll
+                for (int c = 0; c < PER_CHUNK<Element>; ++c) {
+                    values[c] = i * PER_CHUNK<Element> + c < columns ? to_float(source[c]) : 0.0f;
+                }
+                chunks[i] = pack<Element>(values);
+            }
+        }
+    }
+
+    // Stores the first `columns` of 8 outputs at element `offset` of y; WHOLE as above.
+    template <bool WHOLE>
+    __device__ __forceinline__ void store(Element* y, long long offset, int columns, const float (&sums)[8],
+                                          const float (&bias)[8], const Chunk (&residuals)[CHUNKS]) const {
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) {
+            constexpr int SIZE = PER_CHUNK<Element>;
+            float values[SIZE];
+            unpack<Element>(residuals[i], values);
+#pragma unroll
+            for (int c = 0; c < SIZE; ++c) values[c] = finish(sums[i * SIZE + c] + bias[i * SIZE + c] + values[c]);
+            Element* const target = y + offset + i * SIZE;
+            if constexpr (WHOLE) {
+                if (columns > 0) store_chunk(target, pack<Element>(values));
+            } else {
+#pragma unroll
+                for (int c = 0; c < SIZE; ++c) {
+                    if (i * SIZE + c < columns) target[c] = from_float<Element>(values[c]);
+                }
+            }
+        }
+    }
+
+  private:
+    __device__ __forceinline__ float finish(float value) const { return with_relu ? relu_of(value) : value; }
 };

@@ -2,7 +2,12 @@
 // multiply-add, a true division.
 #pragma once
 
-__device__ __forceinline__ float scaled(float v) { return v; }
+#include "element.cuh"
+
+template <typename Input>
+__device__ __forceinline__ float scaled(Input v) {
+    return to_float(v);
+}
 __device__ __forceinline__ float scaled(unsigned char v) { return __fdiv_rn(static_cast<float>(v), 255.0f); }
 
 template <typename Input>

@@ -1,7 +1,7 @@
-"""Every convolution kernel: exact on small integers with every epilogue, and close to float64 on real values."""
+"""Every convolution kernel in each of its precisions: exact on small integers, with any epilogue and configuration."""
 
 import itertools
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,145 +10,184 @@ from helpers import ConvCase, conv_cases, conv_shapes, torch_conv2d
 from hypothesis import HealthCheck, assume, given, settings
 
 from cupy_resnet import environment
-from cupy_resnet.conv2d import H100, VARIANTS, Conv2dProblem, choose
+from cupy_resnet.conv2d import H100, PRECISIONS, VARIANTS, Conv2dProblem
+from cupy_resnet.conv2d.heuristics import fastest
 from cupy_resnet.conv2d.variants import Filter, Operands
-from gpu.reference import conv2d_float64
+from gpu.reference import EXACT_UP_TO, PAIRS, IntegerCase, conv2d_float64, integer_case, loaded, stored
 
 pytestmark = pytest.mark.gpu
 
 EPILOGUES = list(itertools.product((False, True), repeat=3))
 SHAPES = conv_shapes(environment.test_data()) if environment.test_data().is_dir() else {}
-SUPPORTED = [
-    (name, variant)
-    for name, problem in SHAPES.items()
-    for variant in VARIANTS
-    if VARIANTS[variant].supports(problem, H100)[0]
-]
+EXACT = [pair for pair in PAIRS if pair[0] != "conv2d_winograd"]
+"""Pairs that let a NaN reach exactly its receptive field (but see fp32-tc below)."""
+
+NARROW = ("conv2d_winograd", "conv2d_mma_patch", "conv2d_wgmma")
+"""Variants that solve few problems."""
+
+TENSOR_CORES = [pair for pair in PAIRS if PRECISIONS[pair[1]].tensor_cores]
+
+drawn = settings(
+    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+drawn_wide = settings(drawn, max_examples=25)
 
 
-@lru_cache(maxsize=1)  # tests come shape by shape
-def integer_case(name: str) -> tuple[Any, ...]:
-    """x, weight, bias, residual of small integers on the GPU, and the convolution without epilogue, exact."""
-    import cupy
+class OnDevice:
+    """An integer case in a precision's storage, guarded, with a guarded place for results."""
 
-    problem = SHAPES[name]
-    random = cupy.random.RandomState(len(name))
-    shapes = (problem.input_shape, problem.filter_shape, (problem.K,), problem.output_shape)
-    x, weight, bias, residual = (random.randint(-2, 3, shape).astype(cupy.float32) for shape in shapes)
-    exact = conv2d_float64(problem, x, weight).astype(cupy.float32)
-    return x, weight, bias, residual, exact
-
-
-@pytest.mark.parametrize(("name", "variant"), SUPPORTED)
-def test_exact_on_small_integers_with_every_epilogue(name: str, variant: str, guarded: Any) -> None:
-    import cupy
-
-    problem = SHAPES[name]
-    x, weight, bias, residual, exact = integer_case(name)
-    x, weight = guarded(x.shape, x), guarded(weight.shape, weight)
-    filter = Filter(weight.array)
-    config = choose(problem, H100, variant).config
-    y = guarded(problem.output_shape)
-    for with_bias, with_residual, relu in EPILOGUES:
-        y.memory.fill(cupy.nan)
-        operands = Operands(
-            x.array, filter, bias if with_bias else None, residual if with_residual else None, y.array, relu
+    def __init__(self, guarded: Any, problem: Conv2dProblem, case: IntegerCase) -> None:
+        self.problem, self.case = problem, case
+        storage = problem.arithmetic.storage
+        self.x, self.weight, self.residual = (
+            guarded(values.shape, stored(values, problem.precision), storage)
+            for values in (case.x, case.weight, case.residual)
         )
-        VARIANTS[variant].launch(problem, operands, config)
-        expected = exact + bias if with_bias else exact
-        expected = expected + residual if with_residual else expected
-        expected = cupy.maximum(expected, 0) if relu else expected
-        epilogue = f"bias={with_bias} residual={with_residual} relu={relu}"
-        assert cupy.array_equal(y.array, expected), f"{variant} {config}, {problem}, {epilogue}"
-        assert y.margins_intact(), f"{variant} {config} wrote outside its output: {problem}"
+        self.bias = guarded(case.bias.shape, case.bias)
+        self.filter = Filter(self.weight.array)
+        self.y = guarded(problem.output_shape, dtype=storage)
+
+    def failures(
+        self, variant: str, config: Any, expected: Any, *, bias: bool, residual: bool, relu: bool
+    ) -> list[str]:
+        """Launches a kernel and returns what is wrong with the result, in words; nothing if it is right."""
+        import cupy
+
+        self.y.poison()
+        operands = Operands(
+            self.x.array,
+            self.filter,
+            self.bias.array if bias else None,
+            self.residual.array if residual else None,
+            self.y.array,
+            relu,
+        )
+        VARIANTS[variant].launch(self.problem, operands, config)
+        case = f"{variant} {config}, {self.problem}, bias={bias} residual={residual} relu={relu}"
+        found = []
+        if not cupy.array_equal(loaded(self.y.array), expected):
+            wrong = loaded(self.y.array) != expected
+            found.append(f"{int(wrong.sum())} of {wrong.size} outputs are wrong: {case}")
+        if not self.y.margins_intact():
+            found.append(f"wrote outside its output: {case}")
+        return found
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("name", SHAPES)
+def test_exact_on_small_integers_with_every_epilogue(name: str, guarded: Any) -> None:
+    """Every variant that solves the shape, in every precision: all of one case, whose reference is computed once."""
+    case = integer_case(SHAPES[name], EXACT_UP_TO["bf16"], seed=len(name))
+    failures, launched = [], set()
+    for precision in PRECISIONS:
+        problem = replace(SHAPES[name], precision=precision)
+        choices = dict.fromkeys(  # with merged groups and without, where there are groups
+            (variant, fastest(variant, problem, H100, spread_nan)[0])
+            for variant in VARIANTS
+            for spread_nan in (False, True)
+            if VARIANTS[variant].supports(problem, H100)[0]
+        )
+        launched |= {(variant, precision) for variant, _ in choices}
+        on_device = OnDevice(guarded, problem, case)
+        for bias, residual, relu in EPILOGUES:
+            epilogue = {"bias": bias, "residual": residual, "relu": relu}
+            expected = case.expected(**epilogue)
+            for variant, config in choices:
+                failures += on_device.failures(variant, config, expected, **epilogue)
+        del on_device  # before the next takes as much memory
+    assert not failures, "\n".join(failures)
+    assert launched >= {pair for pair in PAIRS if pair[0] not in NARROW}
+
+
+def in_reach(variant: str, problem: Conv2dProblem) -> Conv2dProblem:
+    """A drawn problem, changed to one that the variant solves where it solves few of them."""
+    if variant not in NARROW:
+        return problem
+    if variant == "conv2d_wgmma":
+        channels = 128 // problem.arithmetic.element_size
+        C, K = -(-problem.C // channels) * channels, (problem.K + 7) // 8 * 8
+        return replace(problem, groups=1, C=C, K=K)
+    sizes = {"stride_h": 1, "stride_w": 1, "dilation_h": 1, "dilation_w": 1, "groups": 1}
+    if variant == "conv2d_mma_patch":
+        sizes |= {"C": (problem.C + 7) // 8 * 8, "K": (problem.K + 7) // 8 * 8}
+    problem = replace(problem, **sizes)
+    if VARIANTS[variant].supports(problem, H100)[0]:
+        return problem
+    return replace(problem, R=3, S=3, H=problem.H + 2, W=problem.W + 2)
+
+
+def check_every_configuration(guarded: Any, variant: str, problem: Conv2dProblem, case: ConvCase) -> None:
+    integers = integer_case(problem, EXACT_UP_TO[problem.precision], seed=problem.flops % 1000)
+    assert VARIANTS[variant].supports(problem, H100) == (True, "")
+    on_device = OnDevice(guarded, problem, integers)
+    epilogue = {"bias": case.bias, "residual": case.residual, "relu": case.relu}
+    expected = integers.expected(**epilogue)
+    failures = []
+    for config in VARIANTS[variant].candidates(problem, H100):
+        failures += on_device.failures(variant, config, expected, **epilogue)
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize(("variant", "precision"), PAIRS)
+@drawn
 @given(case=conv_cases())
-def test_every_configuration_on_drawn_shapes(variant: str, case: ConvCase, guarded: Any) -> None:
+def test_every_configuration_on_drawn_shapes(variant: str, precision: str, case: ConvCase, guarded: Any) -> None:
+    assume(case.problem.N > 0)
+    problem = in_reach(variant, replace(case.problem, precision=precision))
+    check_every_configuration(guarded, variant, problem, case)
+
+
+@pytest.mark.parametrize(("variant", "precision"), TENSOR_CORES)
+@drawn_wide
+@given(case=conv_cases())
+def test_every_aligned_configuration_on_drawn_shapes(
+    variant: str, precision: str, case: ConvCase, guarded: Any
+) -> None:
+    """The same with channels and filters in multiples of 8, which few drawn shapes have."""
+    p = case.problem
+    assume(p.N > 0)
+    problem = in_reach(variant, replace(p, C=8 * p.C, K=8 * p.K, precision=precision))
+    check_every_configuration(guarded, variant, problem, case)
+
+
+@drawn
+@given(case=conv_cases())
+def test_the_reference_is_torchs_convolution(case: ConvCase) -> None:
     import cupy
 
-    problem = case.problem
-    if variant == "conv2d_winograd":  # few drawn shapes are its own: make them so
-        sizes = {**problem.__dict__, "R": 3, "S": 3, "stride_h": 1, "stride_w": 1, "dilation_h": 1, "dilation_w": 1}
-        groups = problem.groups
-        sizes |= {"groups": 1, "H": problem.H + 2, "W": problem.W + 2, "C": problem.C * groups}
-        problem = Conv2dProblem(**sizes)
-        case = ConvCase(problem, case.bias, case.residual, case.relu)
-    assume(problem.N > 0)
-    arrays = case.arrays(exact=True)
-    expected = torch_conv2d(arrays, case.arguments)
-    device = {k: None if v is None else guarded(v.shape, cupy.asarray(v)).array for k, v in arrays.items()}
-    for config in VARIANTS[variant].candidates(problem, H100):
-        y = guarded(problem.output_shape)
-        operands = Operands(
-            device["x"], Filter(device["weight"]), device["bias"], device["residual"], y.array, case.relu
-        )
-        VARIANTS[variant].launch(problem, operands, config)
-        np.testing.assert_array_equal(cupy.asnumpy(y.array), expected, err_msg=f"{variant} {config} {problem}")
-        assert y.margins_intact()
+    assume(case.problem.N > 0)
+    arrays = ConvCase(case.problem).arrays(exact=True)
+    y = conv2d_float64(case.problem, cupy.asarray(arrays["x"]), cupy.asarray(arrays["weight"]))
+    expected = torch_conv2d(arrays, ConvCase(case.problem).arguments)
+    np.testing.assert_array_equal(cupy.asnumpy(y).astype(np.float32), expected)
 
 
-REAL = {
-    "7×7 stride 2": Conv2dProblem(N=4, H=64, W=64, C=3, K=64, R=7, S=7, stride_h=2, stride_w=2, pad_h=3, pad_w=3),
-    "3×3": Conv2dProblem(N=4, H=28, W=28, C=128, K=128, R=3, S=3, pad_h=1, pad_w=1),
-    "3×3 deep": Conv2dProblem(N=4, H=7, W=7, C=512, K=512, R=3, S=3, pad_h=1, pad_w=1),
-    "1×1 wide": Conv2dProblem(N=4, H=14, W=14, C=1024, K=256, R=1, S=1),
-    "3×3 groups": Conv2dProblem(N=4, H=14, W=14, C=256, K=256, R=3, S=3, pad_h=1, pad_w=1, groups=32),
-}
-
-
-@pytest.mark.parametrize("name", REAL)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_close_to_float64_on_real_values(variant: str, name: str) -> None:
-    import cupy
-    import torch
-
-    problem = REAL[name]
-    if not VARIANTS[variant].supports(problem, H100)[0]:
-        assert variant == "conv2d_winograd"
-        return
-    case = ConvCase(problem, bias=True, residual=True, relu=True)
-    arrays = case.arrays(exact=False)
-    expected = torch_conv2d(arrays, case.arguments)
-    x, weight, bias, residual = (cupy.asarray(arrays[k]) for k in ("x", "weight", "bias", "residual"))
-    for config in VARIANTS[variant].candidates(problem, H100):
-        y = cupy.full(problem.output_shape, cupy.nan, cupy.float32)
-        VARIANTS[variant].launch(problem, Operands(x, Filter(weight), bias, residual, y, True), config)
-        torch.testing.assert_close(torch.from_numpy(cupy.asnumpy(y)), torch.from_numpy(expected))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_repeated_runs_agree_bit_for_bit(variant: str) -> None:
+@pytest.mark.parametrize(("variant", "precision"), EXACT)
+def test_a_non_finite_pixel_reaches_exactly_its_receptive_field(variant: str, precision: str) -> None:
     import cupy
 
-    problem = REAL["3×3"]
-    arrays = ConvCase(problem).arrays(exact=False)
-    x, weight = cupy.asarray(arrays["x"]), cupy.asarray(arrays["weight"])
-    config = choose(problem, H100, variant).config
-    results = []
-    for _ in range(3):
-        y = cupy.empty(problem.output_shape, cupy.float32)
-        VARIANTS[variant].launch(problem, Operands(x, Filter(weight), None, None, y, False), config)
-        results.append(y)
-    assert all(cupy.array_equal(results[0], other) for other in results[1:])
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "conv2d_winograd"])
-def test_a_non_finite_pixel_reaches_exactly_its_receptive_field(variant: str, value: float) -> None:
-    import cupy
-
-    problem = Conv2dProblem(N=2, H=12, W=12, C=8, K=16, R=3, S=3, pad_h=1, pad_w=1)
-    case = ConvCase(problem, relu=True)
-    arrays = case.arrays(exact=True)
-    arrays["x"][0, 5, 6, 3] = value
-    expected = torch_conv2d(arrays, case.arguments)
-    y = cupy.empty(problem.output_shape, cupy.float32)
-    operands = Operands(cupy.asarray(arrays["x"]), Filter(cupy.asarray(arrays["weight"])), None, None, y, True)
-    VARIANTS[variant].launch(problem, operands, choose(problem, H100, variant).config)
-    np.testing.assert_array_equal(cupy.asnumpy(y), expected)
+    for C, K in ((64, 16), (8, 16), (7, 9)):  # loaded by 128 bytes, by 16, and element by element
+        problem = Conv2dProblem(N=2, H=12, W=12, C=C, K=K, R=3, S=3, pad_h=1, pad_w=1, precision=precision)
+        case = ConvCase(problem, relu=True)
+        for value in (np.nan, np.inf, -np.inf):
+            arrays = case.arrays(exact=True)
+            x = arrays["x"]
+            assert x is not None
+            x[0, 5, 6, 3] = value
+            operand = stored(cupy.asarray(x), precision)
+            if precision == "fp32-tc":  # splitting makes NaN of an infinite operand
+                x[0, 5, 6, 3] = np.nan
+            expected = torch_conv2d(arrays, case.arguments)
+            assert not np.isfinite(expected[0, 4:7, 5:8]).all()
+            assert np.isfinite(expected[1]).all()
+            filter = Filter(stored(cupy.asarray(arrays["weight"]), precision))
+            if not VARIANTS[variant].supports(problem, H100)[0]:
+                assert (variant, C) in {("conv2d_mma_patch", 7), ("conv2d_wgmma", 8), ("conv2d_wgmma", 7)}
+                continue
+            for config in VARIANTS[variant].candidates(problem, H100):
+                y = cupy.empty(problem.output_shape, problem.arithmetic.storage)
+                VARIANTS[variant].launch(problem, Operands(operand, filter, None, None, y, True), config)
+                what = f"{variant} {config} {problem}, {value}"
+                np.testing.assert_array_equal(cupy.asnumpy(loaded(y)), expected, err_msg=what)
 
 
 def test_winograd_spreads_a_nan_over_its_tiles_and_no_further() -> None:
@@ -158,10 +197,11 @@ def test_winograd_spreads_a_nan_over_its_tiles_and_no_further() -> None:
     case = ConvCase(problem)
     arrays = case.arrays(exact=True)
     clean = torch_conv2d(arrays, case.arguments)
+    assert arrays["x"] is not None
     arrays["x"][0, 5, 6, 3] = np.nan
     y = cupy.empty(problem.output_shape, cupy.float32)
     operands = Operands(cupy.asarray(arrays["x"]), Filter(cupy.asarray(arrays["weight"])), None, None, y, False)
-    VARIANTS["conv2d_winograd"].launch(problem, operands, choose(problem, H100, "conv2d_winograd").config)
+    VARIANTS["conv2d_winograd"].launch(problem, operands, fastest("conv2d_winograd", problem, H100)[0])
     # Output tile t covers outputs 2t, 2t+1 and reads inputs 2t−1 .. 2t+2: pixel (5, 6) lies in tiles 2 and 3 both ways.
     spread = np.zeros(problem.output_shape, bool)
     spread[0, 4:7, 5:8] = True  # the true receptive field
@@ -172,25 +212,35 @@ def test_winograd_spreads_a_nan_over_its_tiles_and_no_further() -> None:
 
 
 LARGE = {
-    "input beyond 2^31": Conv2dProblem(N=514, H=256, W=256, C=64, K=4, R=1, S=1, stride_h=4, stride_w=4),
-    "output beyond 2^31": Conv2dProblem(N=514, H=256, W=256, C=4, K=64, R=1, S=1),
+    "input beyond 2^31": Conv2dProblem(N=514, H=256, W=256, C=64, K=8, R=1, S=1, stride_h=4, stride_w=4),
+    "input beyond 2^31, stride 1": Conv2dProblem(N=514, H=256, W=256, C=64, K=8, R=1, S=1),
+    "output beyond 2^31": Conv2dProblem(N=514, H=256, W=256, C=8, K=64, R=1, S=1),
+    "output beyond 2^31, unaligned": Conv2dProblem(N=514, H=256, W=256, C=4, K=64, R=1, S=1),
+    "input beyond 2^31, unaligned": Conv2dProblem(N=514, H=256, W=256, C=64, K=4, R=1, S=1, stride_h=4, stride_w=4),
 }
 
 
-@pytest.mark.parametrize("name", LARGE)
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "conv2d_winograd"])
-def test_offsets_beyond_2_to_the_31(variant: str, name: str) -> None:
+BEYOND = [
+    (name, variant, precision)
+    for name in LARGE
+    for variant, precision in EXACT
+    if precision == "fp16" or (precision == "fp32" and "unaligned" not in name and "stride 1" not in name)
+    if VARIANTS[variant].supports(replace(LARGE[name], precision=precision), H100)[0]
+]
+
+
+@pytest.mark.parametrize(("name", "variant", "precision"), BEYOND)
+def test_offsets_beyond_2_to_the_31(name: str, variant: str, precision: str) -> None:
     import cupy
 
-    problem = LARGE[name]
+    problem = replace(LARGE[name], precision=precision)
     assert max(np.prod(problem.input_shape, dtype=np.int64), np.prod(problem.output_shape, dtype=np.int64)) > 2**31
-    x = cupy.zeros(problem.input_shape, cupy.float32)
-    x[-1] = cupy.random.randint(-2, 3, problem.input_shape[1:])
-    weight = cupy.random.randint(-2, 3, problem.filter_shape).astype(cupy.float32)
-    y = cupy.full(problem.output_shape, cupy.nan, cupy.float32)
-    VARIANTS[variant].launch(
-        problem, Operands(x, Filter(weight), None, None, y, False), choose(problem, H100, variant).config
-    )
-    last = Conv2dProblem(**{**problem.__dict__, "N": 1})
-    assert cupy.array_equal(y[-1:], conv2d_float64(last, x[-1:], weight).astype(cupy.float32))
+    storage = problem.arithmetic.storage
+    x = cupy.zeros(problem.input_shape, storage)
+    last = integer_case(replace(problem, N=1), EXACT_UP_TO[precision])
+    x[-1:] = stored(last.x, precision)
+    y = cupy.full(problem.output_shape, cupy.nan, storage)
+    operands = Operands(x, Filter(stored(last.weight, precision)), None, None, y, False)
+    VARIANTS[variant].launch(problem, operands, fastest(variant, problem, H100)[0])
+    assert cupy.array_equal(loaded(y[-1:]), last.exact)
     assert not y[:-1].any()  # NaN would count as true

@@ -1,122 +1,18 @@
-"""The CUDA engine's operations against the NumPy engine in float64, and what it refuses."""
+"""The CUDA engine around its operations: memory, streams, threads, what it refuses and where it falls back."""
 
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import assert_close, conv_cases, integers, normal, torch_conv2d
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from helpers import integers, normal
 
-from cupy_resnet.conv2d import Conv2dProblem
+from cupy_resnet.conv2d import PRECISIONS, Conv2dProblem, Device
+from cupy_resnet.engines import cuda_engine as module
 from cupy_resnet.engines.cuda_engine import CudaEngine, describe_device
-from cupy_resnet.engines.numpy_engine import NumpyEngine
-from cupy_resnet.errors import UnsupportedProblemError
+from cupy_resnet.errors import EngineUnavailableError, UnsupportedProblemError
 
 pytestmark = pytest.mark.gpu
-
-drawn = settings(
-    max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
-shapes = st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 9), st.sampled_from([1, 3, 4, 5, 8, 33, 64]))
-
-
-def reference() -> NumpyEngine:
-    return NumpyEngine(dtype=np.float64)
-
-
-def check(cuda_engine: Any, op: str, *arrays: np.ndarray, **options: Any) -> None:
-    """Runs one op on both engines and compares with torch's float32 tolerances."""
-    expected = getattr(reference(), op)(*(a.astype(np.float64) for a in arrays), **options)
-    actual = getattr(cuda_engine, op)(*(cuda_engine.asarray(a) for a in arrays), **options)
-    assert actual.dtype == np.float32
-    assert actual.shape == expected.shape
-    assert_close(cuda_engine.to_numpy(actual), expected.astype(np.float32))
-
-
-@drawn
-@given(case=conv_cases())
-def test_conv2d(cuda_engine: Any, case: Any) -> None:
-    arrays = case.arrays(exact=True)
-    on_gpu = {k: None if v is None else cuda_engine.asarray(v) for k, v in arrays.items()}
-    y = cuda_engine.conv2d(**on_gpu, **case.arguments)
-    np.testing.assert_array_equal(cuda_engine.to_numpy(y), torch_conv2d(arrays, case.arguments))
-
-
-@drawn
-@given(shape=shapes, bad=st.booleans())
-def test_pointwise(cuda_engine: Any, shape: tuple[int, ...], bad: bool) -> None:
-    x, y = normal(shape, 1), normal(shape, 2)
-    if bad and x.size:
-        x.flat[0], y.flat[-1] = np.nan, -np.inf
-    check(cuda_engine, "relu", x)
-    check(cuda_engine, "add", x, y)
-    check(cuda_engine, "add_relu", x, y)
-    channels = shape[3]
-    weight, bias, mean = (normal((channels,), seed) for seed in (3, 4, 5))
-    check(cuda_engine, "batch_norm2d", x, weight, bias, mean, np.abs(normal((channels,), 6)) + 0.1, eps=1e-3)
-
-
-@drawn
-@given(shape=shapes, kernel=st.integers(1, 4), stride=st.integers(1, 3), data=st.data(), bad=st.booleans())
-def test_pooling(cuda_engine: Any, shape: Any, kernel: int, stride: int, data: Any, bad: bool) -> None:
-    padding = data.draw(st.integers(0, kernel // 2))
-    x = normal((shape[0], shape[1] + kernel, shape[2] + kernel, shape[3]))
-    if bad and x.size:
-        x.flat[len(x.flat) // 2] = np.nan
-    check(cuda_engine, "max_pool2d", x, kernel_size=kernel, stride=stride, padding=padding)
-    for counted in (True, False):
-        check(
-            cuda_engine,
-            "avg_pool2d",
-            x,
-            kernel_size=kernel,
-            stride=stride,
-            padding=padding,
-            count_include_pad=counted,
-        )
-    check(cuda_engine, "global_avg_pool2d", x)
-
-
-@drawn
-@given(N=st.integers(0, 20), C=st.integers(1, 300), K=st.integers(1, 70))
-def test_head(cuda_engine: Any, N: int, C: int, K: int) -> None:
-    x, weight, bias = normal((N, C)), normal((K, C), 1) / np.float32(np.sqrt(C)), normal((K,), 2)
-    check(cuda_engine, "linear", x, weight, bias)
-    check(cuda_engine, "linear", x, weight)
-    check(cuda_engine, "softmax", 5 * x)
-
-
-def test_softmax_of_nan_and_infinity(cuda_engine: Any) -> None:
-    x = normal((4, 1000))
-    x[0, 3], x[1, 5], x[2] = np.nan, np.inf, -np.inf
-    with np.errstate(all="ignore"):
-        check(cuda_engine, "softmax", x)
-
-
-@drawn
-@given(shape=shapes, before=st.integers(0, 9), after=st.integers(0, 9), stride=st.integers(1, 3))
-def test_pad_channels(cuda_engine: Any, shape: Any, before: int, after: int, stride: int) -> None:
-    check(cuda_engine, "pad_channels", normal(shape), before=before, after=after, stride=stride)
-
-
-@drawn
-@given(shape=shapes, uint8=st.booleans(), normalized=st.booleans())
-def test_layouts_equal_torchvision_bit_for_bit(cuda_engine: Any, shape: Any, uint8: bool, normalized: bool) -> None:
-    import cupy
-
-    N, H, W, C = shape
-    x = np.random.default_rng(0).integers(0, 256, (N, C, H, W), dtype=np.uint8) if uint8 else normal((N, C, H, W))
-    options = {"mean": np.linspace(0.4, 0.5, C), "std": np.linspace(0.2, 0.3, C)} if normalized else {}
-    expected = NumpyEngine().nchw_to_nhwc(x, **options)
-    actual = cuda_engine.nchw_to_nhwc(cupy.asarray(x), **options)
-    np.testing.assert_array_equal(cupy.asnumpy(actual), expected)
-    if normalized:
-        turned = cupy.ascontiguousarray(cupy.asarray(x).transpose(0, 2, 3, 1))
-        np.testing.assert_array_equal(cupy.asnumpy(cuda_engine.normalize(turned, **options)), expected)
-    back = cuda_engine.nhwc_to_nchw(actual)
-    np.testing.assert_array_equal(cupy.asnumpy(back), expected.transpose(0, 3, 1, 2))
 
 
 def test_large_layouts_and_elementwise_beyond_2_to_the_31(cuda_engine: Any) -> None:
@@ -151,8 +47,18 @@ def test_errors_name_what_is_wrong(cuda_engine: Any) -> None:
     import cupy
 
     x, weight = cupy.zeros((1, 4, 4, 8), cupy.float32), cupy.zeros((8, 3, 3, 8), cupy.float32)
-    with pytest.raises(TypeError, match="float16"):
+    with pytest.raises(TypeError, match="x must be float32, got float16"):
         cuda_engine.conv2d(x.astype(cupy.float16), weight)
+    with pytest.raises(TypeError, match=r"must be uint16, as activations in bf16 are, got float32; .* pixels\(\) conv"):
+        CudaEngine(precision="bf16").relu(x)
+    with pytest.raises(
+        TypeError, match="x must be uint8, float16, float32, or bfloat16 as uint16 or int16, got float64"
+    ):
+        cuda_engine.pixels(x.astype(cupy.float64))
+    with pytest.raises(ValueError, match=r"out must be a C-contiguous float32 array of shape \(1, 4, 4, 8\)"):
+        cuda_engine.pixels(x, out=cupy.zeros((1, 4, 4, 8), cupy.float16))
+    with pytest.raises(ValueError, match="must be a 7×7 filter"):
+        cuda_engine.stem(x, weight, cupy.zeros(8, cupy.float32))
     with pytest.raises(TypeError, match="ndarray"):
         cuda_engine.conv2d(cupy.asnumpy(x), weight)
     with pytest.raises(ValueError, match="C=8"):
@@ -161,6 +67,10 @@ def test_errors_name_what_is_wrong(cuda_engine: Any) -> None:
         cuda_engine.conv2d(x, weight, residual=x)
     with pytest.raises(ValueError, match="unknown kernel"):
         CudaEngine(kernel="conv3d")
+    with pytest.raises(ValueError, match=r"unknown precision 'fp61'\. Did you mean .*'fp16'"):
+        CudaEngine(precision="fp61")
+    with pytest.raises(EngineUnavailableError, match="there is no GPU 99"):
+        CudaEngine(99)
     with pytest.raises(UnsupportedProblemError, match="needs stride 1"):
         CudaEngine(kernel="conv2d_winograd", strict=True).conv2d(x, weight, stride=2)
 
@@ -225,3 +135,29 @@ def test_an_empty_batch_launches_nothing(cuda_engine: Any) -> None:
     problem = Conv2dProblem(N=0, H=8, W=8, C=4, K=4, R=3, S=3, pad_h=1, pad_w=1)
     x, weight = cuda_engine.asarray(np.zeros(problem.input_shape)), cuda_engine.filter(np.ones(problem.filter_shape))
     assert cuda_engine.conv2d(x, weight, padding=1, relu=True).shape == problem.output_shape
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_gpu_without_the_tensor_cores_is_refused(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = Device(name="V100", compute_capability=(7, 0), sm_count=80, shared_memory_per_block=98304)
+    monkeypatch.setattr(module, "describe_device", lambda _: old)
+    if precision in ("fp32", "fp16"):
+        assert CudaEngine(precision=precision).precision == precision
+        return
+    wanted = (
+        f"precision {precision} needs a GPU of compute capability 8.0 or newer, and V100 has 7.0; it can run in fp32"
+    )
+    with pytest.raises(EngineUnavailableError, match=wanted):
+        CudaEngine(precision=precision)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint8])
+def test_uploaded_pixels_keep_type_and_order(cuda_engine: Any, dtype: Any) -> None:
+    x = (100 * normal((2, 3, 5, 7))).astype(dtype)
+    views = {"nchw": x, "nhwc": np.ascontiguousarray(x.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)}
+    views |= {"strided": x[:, ::-1, ::2], "empty": x[:0]}
+    for name, view in views.items():
+        y = cuda_engine.upload(view)
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(y.get(), view, err_msg=name)
+    assert cuda_engine.upload(views["nhwc"]).transpose(0, 2, 3, 1).flags.c_contiguous

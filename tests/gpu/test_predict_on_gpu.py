@@ -3,24 +3,27 @@
 import csv
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import assert_close
-from predict_support import pixels
+from PIL import Image
+from predict_support import STATE, pixels
 from predict_support import small_model as small_numpy_model
 
 import cupy_resnet
 from cupy_resnet import networks, pipeline
-from cupy_resnet.conv2d import VARIANTS
 from cupy_resnet.engines.transfers import CudaTransfers, make_transfers
+from cupy_resnet.images import normalize, prepare
 from cupy_resnet.prediction import NotFiniteError
+from gpu.half import KERNELS, assert_half, eager_error, error_on_photographs
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = ["auto", *VARIANTS]
+Check = Callable[[np.ndarray], None]
 
 
 def small_model(**options: Any) -> cupy_resnet.Model:
@@ -32,9 +35,9 @@ def logits_of(predictions: Any) -> np.ndarray:
     return np.stack([prediction.logits for prediction in predictions])
 
 
-@pytest.fixture(scope="module")
-def model() -> cupy_resnet.Model:
-    return small_model()
+@pytest.fixture(scope="module", params=["fp32", "fp16"])
+def model(request: pytest.FixtureRequest) -> cupy_resnet.Model:
+    return small_model(precision=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -43,34 +46,46 @@ def images() -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def expected(images: list[np.ndarray]) -> np.ndarray:
-    """The NumPy engine's logits."""
-    return logits_of(small_numpy_model().predict(images))
+def check(model: cupy_resnet.Model, images: list[np.ndarray]) -> Check:
+    """Compares logits with the NumPy engine's; one image in another's place would be far off in fp16, too."""
+    reference = small_numpy_model()
+    expected = logits_of(reference.predict(images))
+    if model.precision == "fp32":
+        return lambda logits: assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    transforms = reference.transforms
+    x = normalize(np.stack([prepare(Image.fromarray(image), transforms) for image in images]), transforms)
+    torchs_error = eager_error("resnet20", STATE, np.ascontiguousarray(x.transpose(0, 3, 1, 2)), expected)
+    return lambda logits: assert_half(logits, expected, torchs_error)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_torchs_top_1_on_200_photographs(kernel: str, data_folder: Path) -> None:
+@pytest.mark.parametrize(("kernel", "precision"), KERNELS)
+def test_torchs_top_1_on_200_photographs(kernel: str, precision: str, data_folder: Path) -> None:
     folder = data_folder / "imagenet"
     expected = np.load(folder / "resnet18_torch_logits.npy")
     with (folder / "labels.csv").open(newline="") as file:
         photos = [folder / "photos" / row["file"] for row in csv.DictReader(file)]
     weights = folder / "resnet18_state_dict.npz"
     with cupy_resnet.load(
-        "resnet18", weights=weights, precision="fp32", engine="cuda", kernel=kernel, categories="imagenet"
+        "resnet18", weights=weights, precision=precision, engine="cuda", kernel=kernel, categories="imagenet"
     ) as model:
         predictions = model.predict(photos, exif=False)  # as torchvision read them for the stored logits
     assert [p.path for p in predictions] == [str(photo) for photo in photos]
-    assert np.abs(logits_of(predictions) - expected).max() < 1e-3
-    assert sum(p.class_index == row.argmax() for p, row in zip(predictions, expected, strict=True)) == 200
+    logits = logits_of(predictions)
+    assert [p.class_index for p in predictions] == logits.argmax(1).tolist()
+    if precision == "fp16":
+        assert_half(logits, expected, error_on_photographs("resnet18", data_folder))
+    else:
+        assert np.abs(logits - expected).max() < 1e-3
+        assert (logits.argmax(1) == expected.argmax(1)).sum() == 200
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64, None])
-def test_overlapping_batches_keep_their_answers(model, images, expected, batch_size: int | None) -> None:
+def test_overlapping_batches_keep_their_answers(model, images, check, batch_size: int | None) -> None:
     """Many short batches, twice: a slot that is reused too early would show another batch's images."""
     for _ in range(2):
         predictions = model.predict(images, batch_size=batch_size, features=True)
         assert [p.index for p in predictions] == list(range(150))
-        assert_close(logits_of(predictions), expected, rtol=1e-4, atol=1e-4)
+        check(logits_of(predictions))
         assert all(p.features.shape == (64,) for p in predictions)
         assert all(sum(p.probabilities) <= 1 + 1e-5 for p in predictions)
         assert min(p.timings.inference for p in predictions) > 0
@@ -96,6 +111,7 @@ def test_refused_pinned_memory_is_a_warning(model, images, monkeypatch: pytest.M
     assert "of pinned memory cannot be had" in record.message
 
 
+@pytest.mark.alone
 def test_uploads_overlap_with_work_on_the_current_stream() -> None:
     """Pixels arrive in order although they travel on another stream, whichever stream is current."""
     import cupy
@@ -122,16 +138,16 @@ def test_uploads_overlap_with_work_on_the_current_stream() -> None:
         transfers.release()
 
 
-def test_a_side_stream_is_used_if_it_is_current(model, images, expected) -> None:
+def test_a_side_stream_is_used_if_it_is_current(model, images, check) -> None:
     import cupy
 
     with cupy.cuda.Stream(non_blocking=True) as stream:
         predictions = model.predict(images, batch_size=8)
         assert stream.done  # every answer is there, so nothing is left to do
-    assert_close(logits_of(predictions), expected, rtol=1e-4, atol=1e-4)
+    check(logits_of(predictions))
 
 
-def test_threads_share_a_model(model, images, expected) -> None:
+def test_threads_share_a_model(model, images, check) -> None:
     results: list[Any] = [None] * 4
 
     def work(index: int) -> None:
@@ -143,7 +159,7 @@ def test_threads_share_a_model(model, images, expected) -> None:
     for thread in threads:
         thread.join()
     for logits in results:
-        assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        check(logits)
 
 
 def test_case_19_arrays_on_the_gpu(model) -> None:
@@ -161,13 +177,13 @@ def test_case_25_values_that_are_not_finite_name_the_layer() -> None:
     for key in ("layer2.0.bn1.weight", "layer2.0.bn2.weight"):
         state[key] = np.full_like(state[key], 1e25)
     with pytest.raises(NotFiniteError, match=r"image 0: .* in the output of layer2\.0\."):
-        small_model(state=state).predict([pixels(seed) for seed in range(40)], batch_size=4)
+        small_model(state=state, precision="fp32").predict([pixels(seed) for seed in range(40)], batch_size=4)
 
 
-def test_case_30_a_batch_that_does_not_fit_is_halved(model, images, expected, monkeypatch, caplog) -> None:
+def test_case_30_a_batch_that_does_not_fit_is_halved(model, images, check, monkeypatch, caplog) -> None:
     import cupy
 
-    _, ops = model._alive()
+    ops = model.ops
     softmax, sizes = ops.softmax, []
 
     def short(logits: Any) -> Any:
@@ -184,9 +200,10 @@ def test_case_30_a_batch_that_does_not_fit_is_halved(model, images, expected, mo
         "not enough GPU memory for 32 images at once; going on with at most 16"
     ]
     assert [p.index for p in predictions] == list(range(150))
-    assert_close(logits_of(predictions), expected, rtol=1e-4, atol=1e-4)
+    check(logits_of(predictions))
 
 
+@pytest.mark.alone
 def test_case_30_a_limited_pool_is_lived_with(images, caplog) -> None:
     """A real shortage: a pool of its own, since other tests leave room in the default one, may hold little more."""
     import cupy
@@ -195,8 +212,9 @@ def test_case_30_a_limited_pool_is_lived_with(images, caplog) -> None:
     few = images[:24]
     with cupy.cuda.using_allocator(pool.malloc):
         state = networks.random_state_dict(networks.describe("resnet18"), seed=0)
-        # This kernel keeps nothing beside the weights, which would hold parts of larger blocks.
-        model = cupy_resnet.load("resnet18", state, engine="cuda", kernel="conv2d_implicit_gemm")
+        # This kernel keeps nothing beside the weights, which would hold parts of larger blocks; and a plan would take
+        # its memory from a pool of its own.
+        model = cupy_resnet.load("resnet18", state, engine="cuda", kernel="conv2d_implicit_gemm", plan=False)
         whole = logits_of(model.predict(few, batch_size=24))
         pool.free_all_blocks()
         pool.set_limit(size=pool.total_bytes() + (64 << 20))  # 24 images need 77 MB for one activation alone
@@ -211,7 +229,7 @@ def test_case_30_a_limited_pool_is_lived_with(images, caplog) -> None:
         model.close()
 
 
-def test_an_early_end_leaves_nothing_running(model, images, expected) -> None:
+def test_an_early_end_leaves_nothing_running(model, images, check) -> None:
     import cupy
 
     pool = cupy.get_default_memory_pool()
@@ -223,9 +241,10 @@ def test_an_early_end_leaves_nothing_running(model, images, expected) -> None:
             next(results)
         results.close()
         assert pool.used_bytes() == used
-    assert_close(logits_of(model.predict(images, batch_size=8)), expected, rtol=1e-4, atol=1e-4)
+    check(logits_of(model.predict(images, batch_size=8)))
 
 
+@pytest.mark.alone
 def test_gpu_memory_does_not_grow_with_the_number_of_images(model) -> None:
     import cupy
 

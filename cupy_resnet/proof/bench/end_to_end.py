@@ -17,7 +17,8 @@ import numpy as np
 from ...engines.selection import make_engine
 from ...engines.transfers import make_transfers
 from ...images import Transforms, expand
-from ...model import Model, load
+from ...loading import load
+from ...model import Model
 from ...networks import describe
 from ...preparation import default_workers
 from ...weights_store import resolve, split_name

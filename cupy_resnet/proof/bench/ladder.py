@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ...conv2d import VARIANTS, Conv2dProblem
+from ...conv2d import PRECISIONS, VARIANTS, Conv2dProblem, choose
+from ...engines.bfloat16 import from_bfloat16
 from ...engines.selection import make_engine
-from ..ladder import DTYPES, FORMAT, LAYOUTS, Layer, library_name
+from ..ladder import FORMAT, LAYOUTS, Layer, library_name, rival_precision
 from ..machine import describe_machine
 from .contenders import torch_settings
 from .meters import Meter, make_meter
@@ -25,9 +26,10 @@ from .timing import Effort, turns
 SAMPLE_MS = 3.0
 """About how long a sample lasts: as many calls as that takes."""
 
-TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
-"""‖y − y64‖ / ‖y64‖ of one convolution of normal data: a few times what rounding the output and sums of a few thousand
-products in float32 give, Winograd's transforms included, and far below what one wrong tap does."""
+TOLERANCES = {"fp32": 1e-5, "fp32-tc": 1e-5, "tf32": 2e-3, "fp16": 2e-3, "bf16": 2e-2}
+"""‖y − y64‖ / ‖y64‖ of one convolution of normal data that is in the type already: a few times what rounding the output
+(in TF32 the factors) and sums of a few thousand products in float32 give, Winograd's transforms included, and far below
+what one wrong tap does."""
 
 TORCH_PRECISIONS = {"cuda": ("fp32", "tf32", "fp16", "bf16"), "numpy": ("fp32", "bf16")}
 LIBRARIES = {"cuda": "cudnn", "numpy": "onednn"}
@@ -46,7 +48,7 @@ def measure_layer(problem: Conv2dProblem, count: int, engine: str, effort: Effor
     """Times every contender on one problem.
 
     Args:
-        problem: float32, float16 or bfloat16; the kernels of other types are then absent.
+        problem: the convolution, in the precision that is compared; kernels of other precisions are absent.
         count: as in `Layer`.
         engine: ``"cuda"``: the kernels; ``"numpy"``: the NumPy engine.
         effort: how many samples, and how many seconds for all contenders together.
@@ -54,7 +56,7 @@ def measure_layer(problem: Conv2dProblem, count: int, engine: str, effort: Effor
     """
     torch = import_torch()
     generator = torch.Generator(meter.device).manual_seed(0)
-    dtype = getattr(torch, problem.dtype)
+    dtype = getattr(torch, RULES[problem.precision].dtype)
     shapes = (problem.input_shape, problem.filter_shape)
     x, weight = (torch.randn(shape, generator=generator, device=meter.device).to(dtype) for shape in shapes)
     ours, configs = (_kernels if engine == "cuda" else _numpy)(problem, x, weight)
@@ -82,24 +84,33 @@ Ours = tuple[dict[str, Callable[[], Any]], dict[str, str]]
 
 
 def _kernels(problem: Conv2dProblem, x: Any, weight: Any) -> Ours:
-    """Every kernel that supports the problem, in its fastest configuration."""
+    """Every kernel that supports the problem, in the configuration that the engine would choose for it."""
     import cupy
 
-    from ...conv2d.heuristics import fastest
     from ...conv2d.variants import Filter, Operands
     from ...engines.cuda_engine import describe_device
 
     device = describe_device(cupy.cuda.runtime.getDevice())
+    pixels, filter = (_cupy_array(tensor) for tensor in (x, weight))
     calls: dict[str, Callable[[], Any]] = {}
     configs = {}
     for name, variant in VARIANTS.items():
         if variant.supports(problem, device)[0]:
-            config, _ = fastest(name, problem, device)
+            config = choose(problem, device, name, spread_nan=True).config
             configs[name] = str(config)
-            y = cupy.empty(problem.output_shape, problem.dtype)
-            operands = Operands(cupy.from_dlpack(x), Filter(cupy.from_dlpack(weight)), None, None, y, False)
+            y = cupy.empty(problem.output_shape, problem.arithmetic.storage)
+            operands = Operands(pixels, Filter(filter), None, None, y, False)
             calls[name] = partial(_launched, variant.launch, problem, operands, config)
     return calls, configs
+
+
+def _cupy_array(tensor: Any) -> Any:
+    """A torch tensor on the GPU as CuPy's array of the same memory, bfloat16 as its bits."""
+    import cupy
+
+    if tensor.dtype == import_torch().bfloat16:
+        return cupy.from_dlpack(tensor.view(import_torch().int16)).view(np.uint16)
+    return cupy.from_dlpack(tensor)
 
 
 def _launched(launch: Callable[..., None], problem: Conv2dProblem, operands: Any, config: Any) -> Any:
@@ -110,7 +121,7 @@ def _launched(launch: Callable[..., None], problem: Conv2dProblem, operands: Any
 def _numpy(problem: Conv2dProblem, x: Any, weight: Any) -> Ours:
     from ...engines.numpy_engine import NumpyEngine
 
-    if problem.dtype != "float32":
+    if problem.precision != "fp32":
         return {}, {}
     call = partial(NumpyEngine().conv2d, x.numpy(), weight.numpy(), **_geometry(problem))
     return {"numpy": call}, {"numpy": "im2col + BLAS"}
@@ -146,11 +157,16 @@ def _wrong(problem: Conv2dProblem, x: Any, weight: Any, ours: Mapping[str, Calla
     wrong = {}
     for name, call in ours.items():
         y = call()[images]
-        y = np.asarray(y.get() if hasattr(y, "get") else y, np.float64)
-        error = float(np.linalg.norm(y - expected) / np.linalg.norm(expected))
-        if not error <= TOLERANCES[problem.dtype]:
+        error = _relative_error(y.get() if hasattr(y, "get") else y, expected)
+        if not error <= TOLERANCES[problem.precision]:
             wrong[name] = f"its relative error against float64 is {error:.2g}"
     return wrong
+
+
+def _relative_error(y: np.ndarray, expected: np.ndarray) -> float:
+    """‖y − expected‖ / ‖expected‖; uint16 are the bits of bfloat16."""
+    values = np.asarray(from_bfloat16(y) if y.dtype == np.uint16 else y, np.float64)
+    return float(np.linalg.norm(values - expected) / np.linalg.norm(expected))
 
 
 def measure(
@@ -171,7 +187,7 @@ def measure(
         problems: with how often each occurs, as `convolutions` gives them.
         engine: as for `cupy_resnet.load`.
         effort: per problem.
-        precision: of `DTYPES`: in which ours compute.
+        precision: in which ours compute; one that torch has too, or fp32-tc.
         commit: as for `describe_machine`.
         model, batch: where the problems are from, if from a network.
         show: told what is being measured.
@@ -182,14 +198,15 @@ def measure(
         EngineUnavailableError: the engine cannot run here.
         ValueError: another precision.
     """
-    if precision not in DTYPES:
-        raise ValueError(f"the ladder is measured in {', '.join(DTYPES)}, not in {precision!r}")
     engine = make_engine(engine).name
+    valid = [name for name in PRECISIONS if rival_precision(name) in TORCH_PRECISIONS[engine]]
+    if precision not in valid:
+        raise ValueError(f"on the {engine} engine the ladder is measured in {', '.join(valid)}, not in {precision!r}")
     meter = meter or make_meter(engine)
     layers = []
     for problem, count in problems.items():
         show(str(problem))
-        layers.append(asdict(measure_layer(replace(problem, dtype=DTYPES[precision]), count, engine, effort, meter)))
+        layers.append(asdict(measure_layer(replace(problem, precision=precision), count, engine, effort, meter)))
         meter.memory_mark()  # gives memory back
     report = {"format": FORMAT, **describe_machine(commit, engine=engine), "model": model, "batch": batch}
     return report | {"precision": precision, "layers": layers}

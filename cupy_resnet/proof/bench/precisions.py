@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..._names import unknown_name
-from ...model import PRECISIONS
+from ...loading import PRECISIONS
 
 
 @dataclass(frozen=True, kw_only=True)

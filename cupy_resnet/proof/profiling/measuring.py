@@ -48,7 +48,7 @@ def profile(
     """
     if min(batch_size, samples) < 1:
         raise ValueError(f"profile needs at least one image and one sample, got {batch_size} and {samples}")
-    network, ops = model._alive()  # what a model runs is nobody's business but that of this room
+    network, ops = model.network, model.ops  # what a model runs is nobody's business but that of this room
     height, width = pair(size or model.default_size)
     shape = (batch_size, model.in_channels, height, width)
     explanation = model.explain(shape)
@@ -75,7 +75,7 @@ def profile(
 
 def ceilings_of(model: Model, *, refresh: bool = False) -> Ceilings:
     """Returns the `ceilings` of the device that a model runs on; with `refresh` they are measured anew."""
-    _, ops = model._alive()
+    ops = model.ops
     return ceilings(cast(Any, ops).device if ops.name == "cuda" else None, refresh=refresh)
 
 
@@ -103,7 +103,7 @@ def _forward(network: Network, ops: TimedOps, x: Any) -> list[str]:
         block = HEAD if name in ("gap", "logits") else name
         blocks.extend([block] * (len(ops.timings) - len(blocks)))
 
-    network(ops, ops.nchw_to_nhwc(x), close)
+    network(ops, x.transpose(0, 2, 3, 1), close)
     return blocks
 
 

@@ -195,7 +195,7 @@ class _Tally:
 
     def __init__(self, model: Model) -> None:
         self._tolerance = tolerance_for(model.precision)
-        self._depth = depths(model._alive()[0])["logits"]
+        self._depth = depths(model.network)["logits"]
         self._categories = model.categories
         self._counts: Counter[str] = Counter()
         self._largest_share = 0.0

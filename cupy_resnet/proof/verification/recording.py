@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import to_nhwc
 from ...engines.base import Array, Ops
 from ...model import Model
-from ...networks import Network, conv_bn
+from ...networks import Network
 
 Stage = Callable[[Ops, Array], Array]
 
@@ -79,17 +78,13 @@ def describe(model: Model) -> str:
 def stages(network: Network) -> Iterator[tuple[str, Stage]]:
     """Yields (checkpoint, function) in order; each function computes its checkpoint from the one before.
 
-    One after the other they are the network, see `Network.__call__`.
+    One after the other they are the network, see `Network.__call__`: the first takes pixels, as a call of the network
+    does, the blocks activations.
 
     Args:
         network: bound.
     """
-
-    def stem(ops: Ops, x: Array) -> Array:
-        x = conv_bn(ops, x, network.stem, relu=True)
-        return ops.max_pool2d(x, 3, stride=2, padding=1) if network.stem_max_pool else x
-
-    yield "stem", stem
+    yield "stem", lambda ops, x: network.finish_stem(ops, network.front(ops, x))
     yield from network.blocks
     yield "gap", lambda ops, x: ops.global_avg_pool2d(x)
     yield "logits", lambda ops, x: ops.linear(x, network.head.weight, network.head.bias)
@@ -106,15 +101,18 @@ def run_steps(model: Model, x: np.ndarray, reference: Mapping[str, np.ndarray]) 
     Yields:
         A checkpoint's name and the model's array, laid out as `Recording.values`.
     """
-    network, ops = model._alive()  # what a model runs is nobody's business but that of this room
+    network, ops = model.network, model.ops  # what a model runs is nobody's business but that of this room
     before: np.ndarray | None = x
     for name, stage in stages(network):
         if before is not None:
-            y: Any = stage(ops, _to_engine(ops, before))
+            y: Any = stage(ops, _to_engine(ops, before, activations=name != "stem"))
             yield name, ops.to_numpy(ops.nhwc_to_nchw(y) if y.ndim == 4 else y)
         before = reference.get(name)
 
 
-def _to_engine(ops: Ops, x: np.ndarray) -> Array:
-    x = np.ascontiguousarray(x, np.float32)
-    return to_nhwc(ops, x) if x.ndim == 4 else ops.asarray(x)
+def _to_engine(ops: Ops, x: np.ndarray, *, activations: bool) -> Array:
+    """(N, C, H, W) as pixels (N, H, W, C), or as activations in what the engine stores; (N, C) as it is."""
+    if x.ndim != 4:
+        return ops.asarray(x)
+    pixels = ops.upload(np.asarray(x, np.float32)).transpose(0, 2, 3, 1)
+    return ops.pixels(pixels) if activations else pixels

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..._names import unknown_name
-from ...arrays import to_nhwc
 from ...binding import DEFAULT_EPS, bind
 from ...checkpoints import infer_sizes
 from ...engines.numpy_engine import NumpyEngine
@@ -95,9 +94,9 @@ class NumpyReference:
         def keep(name: str, value: Any) -> None:
             values[name] = self._ops.nhwc_to_nchw(value) if value.ndim == 4 else value
 
-        self._network(self._ops, to_nhwc(self._ops, x), keep)
+        self._network(self._ops, x.transpose(0, 2, 3, 1), keep)
         return values
 
     def logits(self, x: np.ndarray) -> np.ndarray:
-        logits: np.ndarray = self._network(self._ops, to_nhwc(self._ops, x))[0]
+        logits: np.ndarray = self._network(self._ops, x.transpose(0, 2, 3, 1))[0]
         return logits

@@ -142,7 +142,7 @@ def _photographs(
     batch: int | None,
     progress: Progress,
 ) -> PhotoReport:
-    network, _ = model._alive()
+    network = model.network
     size = batch or default_batch_size(network, model.transforms.crop, model.engine, None)
     with progress(count_images(photos)) as advance:
         return compare_photographs(

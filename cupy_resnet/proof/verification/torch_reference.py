@@ -147,6 +147,7 @@ class TorchOps:
     """
 
     name = "torch"
+    precision = "fp32"
 
     def __init__(self, torch: Any, device: str = "cpu") -> None:
         self._torch, self._device = torch, device
@@ -159,6 +160,10 @@ class TorchOps:
     def filter(self, weight: Any) -> Any:
         """Returns a KRSC array as an OIHW tensor."""
         return self.asarray(weight).permute(0, 3, 1, 2).contiguous()
+
+    def pixels(self, x: Any, mean: Any = None, std: Any = None, *, out: Any = None) -> Any:
+        """Returns normalised pixels as they are, (N, C, H, W) like activations."""
+        return x
 
     def conv2d(
         self,

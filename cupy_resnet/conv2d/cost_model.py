@@ -1,0 +1,123 @@
+"""What a configuration is expected to cost, from the shape alone. Needs no measurement, imports no CuPy."""
+
+from . import configs
+from .device import Device
+from .problem import Conv2dProblem
+from .tensor_core_variants import as_merged, shared_memory
+
+IMPLICIT_GEMM_EFFICIENCY = {
+    (128, 256, 4): 1.04,
+    (256, 128, 4): 1.0,
+    (128, 128, 4): 0.97,
+    (64, 128, 4): 0.96,
+    (128, 64, 4): 0.925,
+    (64, 64, 4): 0.925,
+    (64, 32, 4): 0.71,
+    (128, 64, 1): 0.56,
+    (64, 64, 1): 0.61,
+    (64, 32, 1): 0.46,
+}
+"""Rate of a full wave per (tile_m, tile_n, vector), relative to 41.9 TFLOP/s. Measured on an H100, N = 256: for 16-byte
+loads on 14²×256 → 256, 3×3; for 4-byte loads on 224²×3 → 64, 7×7, stride 2."""
+
+PROLOGUE_AND_EPILOGUE = 16, 28
+"""Fixed work of a block of conv2d_implicit_gemm, in steps of depth: where other blocks of the multiprocessor overlap
+it, and where it has the multiprocessor to itself; from 56²×64 → 256, 1×1, N = 64 on an H100."""
+
+WINOGRAD_EFFICIENCY = 0.70
+WINOGRAD_OVERHEAD = 16
+"""Rate of Winograd's multiplications on the same scale, and its fixed work per block in channels; from 56²×64 and
+14²×256, N = 256 on an H100."""
+
+
+def cost(problem: Conv2dProblem, device: Device, config: configs.Config) -> float:
+    """Predicted time of a configuration.
+
+    On CUDA cores: multiply-adds of the busiest multiprocessor over the rate it reaches, in an arbitrary unit that is
+    the same for conv2d_implicit_gemm and conv2d_winograd. Blocks are dealt out evenly, and the last round counts whole,
+    since its blocks take as long as any other's. On tensor cores: microseconds. Kernels with nothing to choose cost 0.
+    """
+    if isinstance(config, configs.MmaConfig | configs.WmmaConfig):
+        return _tensor_core_microseconds(problem, device, config)
+    if isinstance(config, configs.WgmmaConfig):
+        return _wgmma_microseconds(problem, device, config)
+    if isinstance(config, configs.WinogradConfig):
+        tiles = problem.N * _ceil(problem.P, 2) * _ceil(problem.Q, 2)
+        blocks = _ceil(tiles, config.TILES) * _ceil(problem.K, config.TILE_K)
+        channels = _ceil(problem.C, config.chunk) * config.chunk + WINOGRAD_OVERHEAD
+        work = 16 * config.TILES * config.TILE_K * channels
+        return _ceil(blocks, device.sm_count) * work / WINOGRAD_EFFICIENCY
+    if isinstance(config, configs.ImplicitGemmConfig):
+        work = config.tile_m * config.tile_n * (problem.gemm_k + PROLOGUE_AND_EPILOGUE[config.min_blocks == 1])
+        rate = IMPLICIT_GEMM_EFFICIENCY[config.tile_m, config.tile_n, config.vector]
+        return _ceil(implicit_gemm_tiles(problem, config), device.sm_count) * work / rate
+    return 0.0
+
+
+PEAK_TFLOPS = {"fp16": 600.0, "bf16": 600.0, "tf32": 300.0, "fp32-tc": 100.0}
+"""What mma.sync reaches at best on an H100, by the direct convolution's operations; other GPUs scale all alike."""
+
+BANDWIDTH = 3.0e6
+"""Bytes per microsecond that an H100 copies, read and written."""
+
+STEP_MICROSECONDS = 0.25
+"""A block's time per slice when it has its multiprocessor to itself: latencies that nothing hides."""
+
+LAUNCH_MICROSECONDS = 2.0
+REDUCE_BYTES_PER_MICROSECOND = 1.5e5
+"""At which a single block adds up the partial sums of split-K."""
+
+
+def _tensor_core_microseconds(
+    problem: Conv2dProblem, device: Device, config: configs.MmaConfig | configs.WmmaConfig
+) -> float:
+    """The slower of arithmetic and memory, plus what nothing overlaps."""
+    merged = as_merged(problem, config.merged_groups) if isinstance(config, configs.MmaConfig) else problem
+    slices = config.split_k_slices if isinstance(config, configs.MmaConfig) else 1
+    blocks = _ceil(merged.gemm_m, config.tile_m) * _ceil(merged.gemm_n, config.tile_n) * merged.groups * slices
+    resident = config.min_blocks
+    if isinstance(config, configs.MmaConfig):
+        resident = min(resident, (device.shared_memory_per_block + 1024) // (shared_memory(merged, config) + 1024))
+    steps = _ceil(_ceil(merged.gemm_k, config.tile_k), slices)
+    operations = 2 * config.tile_m * config.tile_n * config.tile_k
+    per_step = operations / (PEAK_TFLOPS[problem.precision] * 1e6 / 132 * _efficiency(problem, config))
+    rounds, last = divmod(_ceil(blocks, device.sm_count), resident)
+    arithmetic = rounds * max(resident * per_step, STEP_MICROSECONDS) * steps
+    if last:
+        arithmetic += max(last * per_step, STEP_MICROSECONDS) * steps
+    reduce = 0.0
+    if slices > 1:
+        partial = slices * config.tile_m * config.tile_n * 4  # bytes of a tile's partial sums, written and read again
+        reduce = 1.0 + partial / REDUCE_BYTES_PER_MICROSECOND + 2 * partial * (blocks // slices) / BANDWIDTH
+    return max(arithmetic, problem.bytes / BANDWIDTH) + reduce + LAUNCH_MICROSECONDS
+
+
+WGMMA_SLICE_MICROSECONDS = 0.41
+WGMMA_TILE_MICROSECONDS = 1.0
+"""For a slice of 128×128×64 (fp16), and for a tile beside its slices; from ResNet's 3×3 layers, N = 256 on an H200."""
+
+
+def _wgmma_microseconds(problem: Conv2dProblem, device: Device, config: configs.WgmmaConfig) -> float:
+    """The slower of arithmetic and memory: a multiprocessor takes tiles in turn, each the slices of its whole depth."""
+    tiles = _ceil(problem.gemm_m, config.tile_m) * _ceil(problem.gemm_n, config.tile_n)
+    share = config.tile_m * config.tile_n / (128 * 128)
+    per_slice = WGMMA_SLICE_MICROSECONDS * max(0.3, share**0.75)
+    per_tile = _ceil(problem.gemm_k, config.tile_k) * per_slice + WGMMA_TILE_MICROSECONDS
+    arithmetic = _ceil(tiles, device.sm_count) * per_tile
+    return max(arithmetic, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
+
+
+def _efficiency(problem: Conv2dProblem, config: configs.MmaConfig | configs.WmmaConfig) -> float:
+    """Share of the peak of a multiprocessor full of such blocks: operands are loaded less often for a larger tile."""
+    shared_by_taps = isinstance(config, configs.MmaPatchConfig) and problem.R * problem.S > 1
+    fetched = 1 / config.tile_n + (1 / 4 if shared_by_taps else 1) / config.tile_m
+    reuse = 1 / (1 + 24 * fetched)
+    return reuse * (1.0 if config.aligned else 0.15) * (1.0 if isinstance(config, configs.MmaConfig) else 0.6)
+
+
+def implicit_gemm_tiles(problem: Conv2dProblem, config: configs.ImplicitGemmConfig) -> int:
+    return _ceil(problem.gemm_m, config.tile_m) * _ceil(problem.gemm_n, config.tile_n) * problem.groups
+
+
+def _ceil(size: int, step: int) -> int:
+    return -(-size // step)

@@ -1,0 +1,130 @@
+"""The CUDA engine's operations that multiply: convolution, the stem, the classifier."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from ... import jit
+from ...conv2d import VARIANTS, Conv2dProblem, choose
+from ...conv2d.stem import launch_stem, supports_stem
+from ...conv2d.variants import NULL, Filter, Operands, Support
+from .. import checks
+from ..base import Ops, Pair, stem_by_parts
+from ..linear_problem import linear_problem
+from . import forms
+from .arrays import THREADS
+from .device import describe_device
+from .layout import Layouts
+
+if TYPE_CHECKING:
+    import cupy
+
+
+class Convolutions(Layouts):
+    """`conv2d`, `stem`, `linear`."""
+
+    kernel: str
+    strict: bool
+    spread_nan: bool
+
+    def conv2d(
+        self,
+        x: Any,
+        weight: Any,
+        bias: Any = None,
+        *,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        residual: Any = None,
+        relu: bool = False,
+    ) -> "cupy.ndarray":
+        x = self._activation("conv2d", "x", x)
+        filter = self._filter("conv2d", weight, x)
+        with x.device:
+            bias = None if bias is None else self._float32("conv2d", "bias", bias, x)
+            residual = None if residual is None else self._activation("conv2d", "residual", residual, x)
+            geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+            problem = checks.conv2d(x, filter.weight, bias, residual=residual, precision=self.precision, **geometry)
+            device = describe_device(x.device.id)
+            choice = choose(problem, device, self.kernel, self.strict, spread_nan=self.spread_nan)
+            y = self._output("conv2d", problem.output_shape)
+            if y.size:
+                operands = Operands(x, filter, bias, residual, y, relu)
+                VARIANTS[choice.variant].launch(problem, operands, choice.config)
+            return y
+
+    def stem_kernel(self, x_shape: tuple[int, ...], filter_shape: tuple[int, ...]) -> Support:
+        """Whether `stem` runs as one kernel, and if not, why.
+
+        Args:
+            x_shape: (N, H, W, C).
+            filter_shape: (K, R, S, C).
+        """
+        if self.kernel != "auto":
+            return False, f"{self.kernel} was asked for"
+        return supports_stem(self.arithmetic, x_shape, filter_shape, describe_device(self.device))
+
+    def stem(
+        self,
+        x: Any,
+        weight: Any,
+        bias: Any,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        *,
+        out: "cupy.ndarray | None" = None,
+    ) -> "cupy.ndarray":
+        x = self._pixels("stem", x, "(N, H, W, C)")
+        filter = self._filter("stem", weight, x)
+        shape = checks.stem(x, filter.weight, bias)
+        applies, _ = self.stem_kernel(x.shape, filter.weight.shape)
+        if not applies:
+            return stem_by_parts(cast(Ops, self), x, filter, bias, mean, std, out)
+        with x.device:
+            bias = self._float32("stem", "bias", bias, x)
+            means, stds = self._normalization("stem", x.shape[3], mean, std)
+            y = self._output("stem", shape, out)
+            if y.size:
+                launch_stem(x, filter, bias, means, stds, y, self.arithmetic)
+            return y
+
+    def linear(self, x: Any, weight: Any, bias: Any = None) -> "cupy.ndarray":
+        N, C, K = checks.linear(x, weight, bias)
+        with x.device:
+            x = self._float32("linear", "x", x)
+            weight = self._float32("linear", "weight", weight, x)
+            bias = None if bias is None else self._float32("linear", "bias", bias, x)
+            y = self._cupy.empty((N, K), np.float32)
+            if not y.size:
+                return y
+            problem = linear_problem(N, C, K, self.precision)
+            if problem is not None:
+                self._linear_as_conv2d(problem, x, weight, bias, y)
+                return y
+            form = forms.linear(N, C)
+            grid = (-(-K // (THREADS // 32)), -(-N // int(form["ROWS"])))
+            arguments = (x, weight, NULL if bias is None else bias, y, np.int32(N), np.int32(C), np.int32(K))
+            jit.launch(jit.get_function("linear", defines=form), grid, (THREADS,), arguments, waits=True)
+            return y
+
+    @staticmethod
+    def _linear_as_conv2d(problem: Conv2dProblem, x: Any, weight: Any, bias: Any, y: Any) -> None:
+        device = describe_device(x.device.id)
+        if device.compute_capability < (8, 0):  # its tensor cores do not know TF32
+            problem = replace(problem, precision="fp32")
+        choice = choose(problem, device)
+        pixels, outputs = x.reshape(problem.input_shape), y.reshape(problem.output_shape)
+        operands = Operands(pixels, Filter(weight.reshape(problem.filter_shape)), bias, None, outputs, False)
+        VARIANTS[choice.variant].launch(problem, operands, choice.config)
+
+    def _filter(self, op: str, weight: Any, x: "cupy.ndarray") -> Filter:
+        """Returns what `filter` made, or wraps an array that is like it; it must be on the device of `x`."""
+        if not isinstance(weight, Filter):
+            return Filter(self._activation(op, "weight", weight, x))
+        if weight.weight.device != x.device:
+            raise ValueError(f"{op}: weight is on GPU {weight.weight.device.id}, x on GPU {x.device.id}")
+        return weight

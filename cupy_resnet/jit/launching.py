@@ -1,0 +1,209 @@
+"""Launches, and two ways to make them cheap that CuPy has no call for.
+
+Launches may overlap: a kernel whose source waits (kernels_cu/include/dependent_launch.cuh) can be started before the
+one in front of it on the stream has finished, by programmatic dependent launch. Its blocks prepare themselves while
+the last blocks of the other still run. Where many short kernels follow each other, as in a captured forward pass at
+batch 1, that hides most of what a launch costs the GPU.
+
+Launches may be prepared: one that was recorded is repeated with another array in its first place, for the price of the
+driver's call. Choosing a kernel and packing its arguments in Python costs the host several times as much.
+"""
+
+import contextlib
+import ctypes
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+STATIC_LIMIT = 48 << 10
+"""Bytes of dynamic shared memory a kernel gets without asking."""
+
+_thread = threading.local()
+_allowing = threading.Lock()
+
+
+@contextlib.contextmanager
+def overlapping() -> Iterator[None]:
+    """Has this thread's launches of kernels that can wait overlap with the kernels before them, where the GPU can."""
+    before = getattr(_thread, "overlapping", False)
+    _thread.overlapping = True
+    try:
+        yield
+    finally:
+        _thread.overlapping = before
+
+
+@contextlib.contextmanager
+def allocating_during_capture() -> Iterator[None]:
+    """Lets this thread allocate memory while a stream is captured, by torch for instance, in the strictest mode.
+
+    That is safe here: what is allocated is not freed before the graph is.
+    """
+    driver = _driver()
+    if driver is None:
+        yield
+        return
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """What `launch` was called with."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    shared: int
+
+    def reads(self, address: int) -> bool:
+        """Whether the first argument is the array at `address`."""
+        return bool(self.arguments) and getattr(self.arguments[0].data, "ptr", None) == address
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collects what this thread enqueues with `launch` meanwhile. Copies and kernels of CuPy's own are not seen."""
+    before = getattr(_thread, "recorded", None)
+    recorded: list[Launch] = []
+    _thread.recorded = recorded
+    try:
+        yield recorded
+    finally:
+        _thread.recorded = before
+
+
+class PreparedLaunch:
+    """A launch to be repeated with other arrays in the place of its first argument, by one thread at a time.
+
+    It never overlaps with the kernel before it. Arguments other than the first are kept alive.
+
+    Args:
+        launch: a recorded one, whose first argument is an array. It has run: what its kernel had to be allowed is.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        import cupy
+
+        self._kept = launch.kernel, launch.arguments[1:]
+        self._values = [_as_bytes(argument) for argument in launch.arguments]
+        self._pointers = _pointers_to(self._values)
+        self._parameters = ctypes.addressof(self._pointers)
+        self._first = ctypes.c_void_p.from_buffer(self._values[0])
+        self._launch_kernel = cupy.cuda.driver.launchKernel
+        self._what = launch.kernel.kernel.ptr, *_three(launch.grid), *_three(launch.block), launch.shared
+
+    def __call__(self, stream: int, address: int) -> None:
+        """Enqueues it, while the device that it was recorded on is current.
+
+        Args:
+            stream: the handle of one of that device's streams.
+            address: of the array that the kernel gets first. It must look to the kernel as the recorded one did.
+        """
+        self._first.value = address
+        self._launch_kernel(*self._what, stream, self._parameters, 0)  # copies the values at once
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    arguments: Sequence[Any],
+    *,
+    shared: int = 0,
+    waits: bool = False,
+) -> None:
+    """Enqueues a kernel on the current stream of the current device.
+
+    Args:
+        kernel: what `get_function` returned.
+        grid, block: up to three sizes each.
+        arguments: CuPy arrays, NumPy scalars, and one-element structured arrays, which are passed by value.
+        shared: bytes of dynamic shared memory.
+        waits: whether the kernel waits for earlier ones by itself, so that it may be started early.
+    """
+    if shared > STATIC_LIMIT:
+        _allow(kernel, shared)
+    if waits and getattr(_thread, "overlapping", False) and _can_overlap():
+        _launch_early(kernel, grid, block, arguments, shared)
+    else:
+        kernel(grid, block, tuple(arguments), shared_mem=shared)
+    recorded = getattr(_thread, "recorded", None)
+    if recorded is not None:
+        recorded.append(Launch(kernel, grid, block, tuple(arguments), shared))
+
+
+def _allow(kernel: Any, shared: int) -> None:
+    """Raises what a kernel may have of dynamic shared memory; lowering it would fail launches of other threads."""
+    with _allowing:
+        if kernel.max_dynamic_shared_size_bytes < shared:
+            kernel.max_dynamic_shared_size_bytes = shared
+
+
+def _can_overlap() -> bool:
+    import cupy
+
+    return int(cupy.cuda.Device().compute_capability) >= 90 and _driver() is not None
+
+
+@cache
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        logger.info("cuda-bindings is not installed: kernels do not overlap their launches")
+        return None
+    return driver
+
+
+def _launch_early(
+    kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], arguments: Sequence[Any], shared: int
+) -> None:
+    import cupy
+
+    driver = _driver()
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = _three(grid)
+    config.blockDimX, config.blockDimY, config.blockDimZ = _three(block)
+    config.sharedMemBytes = shared
+    config.hStream = cupy.cuda.get_current_stream().ptr
+    config.attrs = [attribute]
+    config.numAttrs = 1
+    values = [_as_bytes(argument) for argument in arguments]  # alive until the launch has copied them
+    pointers = _pointers_to(values)
+    (status,) = driver.cuLaunchKernelEx(config, driver.CUfunction(kernel.kernel.ptr), ctypes.addressof(pointers), 0)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise cupy.cuda.driver.CUDADriverError(int(status))
+
+
+def _three(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return (*sizes, 1, 1)[:3]
+
+
+def _pointers_to(values: Sequence[ctypes.Array[ctypes.c_char]]) -> ctypes.Array[ctypes.c_void_p]:
+    """The addresses of kernel parameters, as the driver takes them; the values must outlive it."""
+    return (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+
+
+def _as_bytes(argument: Any) -> ctypes.Array[ctypes.c_char]:
+    """The bytes of one kernel parameter."""
+    if isinstance(argument, np.ndarray | np.generic):
+        data = argument.tobytes()
+    else:  # a CuPy array: its address
+        data = np.uintp(argument.data.ptr).tobytes()
+    return (ctypes.c_char * len(data)).from_buffer_copy(data)

@@ -1,0 +1,330 @@
+"""Plans: a network's forward pass for one shape, captured once as a CUDA graph and replayed by a single launch.
+
+Enqueueing a ResNet kernel by kernel costs the host several microseconds each, which at small batches is longer than the
+GPU computes. A plan pays that once. What reads the caller's array (`Network.front`) stays outside the graph, so that
+input of any type, layout and address needs no copy; it writes to the plan's own memory, from which the graph goes on.
+Results are copied out of the plan's memory: those of different calls never share any.
+
+Calls that resemble an earlier one go a shorter way still: `replay`.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from .cuda_errors import lost_context_explained
+from .engines.base import Array, Ops
+from .gpu_arrays import library_of
+from .networks import Network
+from .replay import Replays
+
+if TYPE_CHECKING:
+    from .engines.cuda_engine import CudaEngine
+
+logger = logging.getLogger(__name__)
+
+MAX_PLANS = 16
+MAX_SHARE_OF_MEMORY = 0.25
+"""Bounds of what one model's plans may hold: their number, and their share of the GPU's memory."""
+
+
+class Runner:
+    """Runs a bound network on its engine, with plans where they apply.
+
+    Several threads may call it at once: a plan serves one call after the other, on the GPU as well, whatever streams
+    the callers use.
+
+    Args:
+        network: bound to `ops`.
+        ops: the engine.
+        plans: whether forward passes on the CUDA engine are captured and replayed.
+        max_plans: plans kept; the least recently used goes first.
+        max_bytes: memory they may hold together; by default `MAX_SHARE_OF_MEMORY` of the GPU's.
+        tuner: called with (N, H, W) before each pass, as `cupy_resnet.tuning.Tuner` is; None for no tuning.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        ops: Ops,
+        *,
+        plans: bool = True,
+        max_plans: int = MAX_PLANS,
+        max_bytes: int | None = None,
+        tuner: Callable[[int, int, int], None] | None = None,
+    ) -> None:
+        self.network = network
+        self.ops = ops
+        self.plans = plans and ops.name == "cuda"
+        self.max_plans = max_plans
+        self.max_bytes = max_bytes
+        self._tuner = tuner
+        self._plans: OrderedDict[tuple[int, ...], _Plan] = OrderedDict()
+        self._kept_for_callers_graphs: list[Any] = []
+        self._lock = threading.Lock()
+        self._of_thread = threading.local()
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        features: bool = True,
+        out: Array | None = None,
+        given: Any = None,
+    ) -> tuple[Array, Array | None]:
+        """Runs one forward pass on the current stream.
+
+        While that is being captured, its kernels become part of the caller's graph, and so does memory that is kept
+        for it as long as this object lives.
+
+        Args:
+            x: (N, H, W, in_channels) pixels, as `Network.__call__` takes them.
+            mean, std: likewise.
+            features: whether the pooled features are wanted.
+            out: a C-contiguous float32 array (N, num_classes) of the engine for the logits; a new one by default.
+            given: the caller's array (N, in_channels, H, W) that `x` was made from, if `replay` may run others like it
+                later; only without `mean` and `std`.
+
+        Returns:
+            Logits (N, num_classes) and, if wanted, features (N, num_features), which nothing else refers to.
+
+        Raises:
+            MemoryError: the GPU has no room, after all plans were dropped.
+        """
+        if self.ops.name != "cuda" or x.shape[0] == 0:
+            return self._once(x, mean, std, features, out)
+        import cupy
+
+        with x.device:
+            if cupy.cuda.get_current_stream().is_capturing():
+                return self._in_callers_graph(x, mean, std, features, out)
+            if self._tuner is not None:
+                self._tuner(*x.shape[:3])
+            if self.plans:
+                try:
+                    return self._planned(x, mean, std, features, out, given)
+                except MemoryError:
+                    self.drop()
+                    release = getattr(self.ops, "close", None)
+                    if release is not None:  # other pools than the plan's may hold memory that nobody uses
+                        release()
+            return self._once(x, mean, std, features, out)
+
+    def replay(self, given: Any, out: Any = None) -> Any | None:
+        """Runs one forward pass as an earlier one, on the stream that is current in the caller's library.
+
+        Args:
+            given: the caller's array (N, in_channels, H, W), or anything else.
+            out: where to put the logits, an array of the caller's; a new one by default.
+
+        Returns:
+            Logits (N, num_classes), of the caller's kind. None if there was no such call, or it cannot be repeated
+            here and now: nothing has happened then.
+        """
+        library = library_of(given)
+        if library is None or not getattr(self._of_thread, "has_run", False):  # CUDA may not be started in this thread
+            return None
+        seen = library.look_at(given)
+        if seen is None:
+            return None
+        signature, key, address = seen
+        with self._lock:
+            plan = self._plans.get(key)
+            if plan is None:
+                return None
+            self._plans.move_to_end(key)
+        try:
+            return plan.replays(library, signature, address, given, out)
+        except Exception:
+            with lost_context_explained():
+                raise
+
+    def drop(self) -> bool:
+        """Drops all plans and gives their memory back to the GPU. Returns whether there were any."""
+        with self._lock:
+            plans = list(self._plans.values())
+            self._plans.clear()
+        for plan in plans:
+            plan.close()
+        return bool(plans)
+
+    def _once(
+        self,
+        x: Array,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+        features: bool,
+        out: Array | None,
+    ) -> tuple[Array, Array | None]:
+        logits, pooled = self.network(self.ops, x, mean=mean, std=std)
+        if out is not None:
+            out[...] = logits
+            logits = out
+        return logits, pooled if features else None
+
+    def _in_callers_graph(
+        self,
+        x: Array,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+        features: bool,
+        out: Array | None,
+    ) -> tuple[Array, Array | None]:
+        """As `_once`, in memory that nobody else is given: the graph will write to it whenever it is replayed."""
+        import cupy
+
+        from . import jit
+        from .conv2d.scratch import new_counters, scratch
+
+        pool = cupy.cuda.MemoryPool()
+        with cupy.cuda.using_allocator(pool.malloc), jit.allocating_during_capture():
+            counters = new_counters()  # zeroed by the graph's first node, and by each kernel that used them
+            with scratch(counters):
+                results = self._once(x, mean, std, features, out)
+        with self._lock:
+            self._kept_for_callers_graphs.append((pool, counters))
+        return results
+
+    def _planned(
+        self,
+        x: Array,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+        features: bool,
+        out: Array | None,
+        given: Any,
+    ) -> tuple[Array, Array | None]:
+        key = x.shape[:3]
+        with self._lock:
+            plan = self._plans.get(key)
+            if plan is not None:
+                self._plans.move_to_end(key)
+        if plan is None:
+            plan = self._capture(x, mean, std, key)
+        try:
+            results = plan.run(x, mean, std, features, out, given)
+        except MemoryError:
+            with self._lock:
+                if self._plans.get(key) is plan:
+                    raise
+            return self._once(x, mean, std, features, out)  # another thread dropped it meanwhile: that is no shortage
+        self._of_thread.has_run = True
+        return results
+
+    def _capture(
+        self, x: Array, mean: Sequence[float] | None, std: Sequence[float] | None, key: tuple[int, ...]
+    ) -> "_Plan":
+        plan = _Plan(self.network, cast("CudaEngine", self.ops), x, mean, std)
+        logger.info("%s: captured a plan for %s, %.1f MiB", self.network.name, x.shape, plan.nbytes / 2**20)
+        with self._lock:
+            other = self._plans.get(key)
+            if other is None:
+                self._plans[key] = plan
+            surplus = self._surplus()
+        if other is not None:  # another thread was faster
+            plan.close()
+            return other
+        for old in surplus:
+            old.close()
+        return plan
+
+    def _surplus(self) -> list["_Plan"]:
+        """Takes out the least recently used plans until the bounds hold; the newest stays whatever its size."""
+        import cupy
+
+        limit = self.max_bytes
+        if limit is None:
+            limit = int(cupy.cuda.runtime.memGetInfo()[1] * MAX_SHARE_OF_MEMORY)
+        surplus = []
+        while len(self._plans) > 1 and (
+            len(self._plans) > self.max_plans or sum(plan.nbytes for plan in self._plans.values()) > limit
+        ):
+            surplus.append(self._plans.popitem(last=False)[1])
+        return surplus
+
+
+class _Plan:
+    """One captured graph with the memory that it uses."""
+
+    def __init__(
+        self,
+        network: Network,
+        ops: "CudaEngine",
+        x: Array,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+    ) -> None:
+        import cupy
+
+        from . import jit
+        from .conv2d.scratch import new_counters, scratch
+
+        self._cupy, self._network, self._ops = cupy, network, ops
+        self._lock = threading.Lock()
+        self._done = cupy.cuda.Event(disable_timing=True)
+        self._pool: Any = cupy.cuda.MemoryPool()
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        caller = cupy.cuda.get_current_stream()
+        with cupy.cuda.using_allocator(self._pool.malloc), self._stream:
+            self._stream.wait_event(caller.record())
+            # Counters stay referenced: the graph has their address. The first pass, outside the graph, compiles and
+            # loads kernels, prepares filters and fills the pool, so that the capture allocates nothing.
+            self._counters = new_counters()
+            with scratch(self._counters):
+                self._input = network.front(ops, x, mean=mean, std=std)
+                if self._input.data.ptr == x.data.ptr:  # the caller's own memory was what the network starts from
+                    self._input = self._input.copy()
+                network.body(ops, self._input)
+                self._stream.synchronize()
+                self._stream.begin_capture()
+                try:
+                    with jit.overlapping():
+                        self._logits, self._features = network.body(ops, self._input)
+                finally:
+                    graph = self._stream.end_capture()
+        self._graph: Any = graph
+        self.replays = Replays(self._lock, graph, self._logits, self._done)
+        self.nbytes = int(self._pool.total_bytes())
+
+    def run(
+        self,
+        x: Array,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+        features: bool,
+        out: Array | None,
+        given: Any,
+    ) -> tuple[Array, Array | None]:
+        """Runs front, graph and the copy of the results on the current stream, and notes how to do that again."""
+        from . import jit
+
+        cupy = self._cupy
+        stream = cupy.cuda.get_current_stream()
+        with self._lock:
+            if self._graph is None:
+                raise MemoryError("the plan was dropped")
+            logits = cupy.empty_like(self._logits) if out is None else out
+            pooled = cupy.empty_like(self._features) if features else None
+            stream.wait_event(self._done)  # of the call before, which may have used another stream
+            with jit.recording() as launches:
+                self._network.front(self._ops, x, mean=mean, std=std, out=self._input)
+            self._graph.launch(stream)
+            logits.data.copy_from_device_async(self._logits.data, self._logits.nbytes, stream)
+            if pooled is not None:
+                pooled.data.copy_from_device_async(self._features.data, self._features.nbytes, stream)
+            self._done.record(stream)
+            if given is not None:
+                self.replays.note(given, launches)
+        return logits, pooled
+
+    def close(self) -> None:
+        """Waits for the last call and gives the memory back to the GPU."""
+        with self._lock:
+            self._done.synchronize()
+            self.replays.clear()
+            self._graph = self._input = self._logits = self._features = self._counters = None
+            self._pool.free_all_blocks()

@@ -1,0 +1,227 @@
+// conv2d_wgmma: implicit GEMM on Hopper: warpgroup instructions, fed by the tensor memory accelerator.
+// @solves 2-D convolution on the tensor cores of compute capability 9.0 (fp16, bf16, TF32)
+// @arch sm_90a
+//
+// Equation   as conv2d_direct, one group; sums in fp32. The accelerator rounds TF32 operands to nearest on their way.
+// GEMM view  as conv2d_mma; a slice of the depth is 128 bytes of channels of one tap.
+// Layouts    x NHWC, filter KRSC, residual and y NPQK, all ELEMENT; bias K in fp32.
+// Grid       x: one block per multiprocessor, or fewer; tiles are taken in turn, filters fastest.
+//            Block 384 threads: a producer warpgroup, of which one thread works, and two consumers.
+// Shared     NUM_STAGES · (TILE_M + TILE_N) · 128 + 2 · TILE_M · TILE_N · 2 bytes (without the latter for TF32), dynamic.
+// Requires   C a multiple of 128 bytes, K of 16 bytes.
+// This rung  against conv2d_mma: nobody computes addresses, nobody holds operands in registers. One thread asks for boxes of
+//            the input (in im2col mode the hardware itself walks the output's pixels and fills in the padding) and of the
+//            filter; an instruction of 128 threads multiplies them where they lie. The consumers take turns: while one
+//            multiplies, the other adds bias and residual to its tile, which also comes and goes through the accelerator.
+#include "conv2d_params.cuh"
+#include "dependent_launch.cuh"
+#include "epilogue.cuh"
+#include "tensor_memory.cuh"
+#include "warpgroup.cuh"
+
+#ifndef TILE_M
+#define ELEMENT Half    // of input, filter, residual, output: Half, BFloat16, or float (TF32)
+#define TILE_M 128      // pixels per tile: a multiple of 64
+#define TILE_N 128      // filters per tile: 64, 128 or 256
+#define NUM_STAGES 5    // slices of both operands in shared memory
+#endif
+
+constexpr int CONSUMERS = 2, WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
+constexpr int ROW_BYTES = 128, SLICE_CHANNELS = ROW_BYTES / static_cast<int>(sizeof(ELEMENT)), STEPS = ROW_BYTES / 32;
+constexpr int PIXEL_BYTES = TILE_M * ROW_BYTES, STAGE_BYTES = PIXEL_BYTES + TILE_N * ROW_BYTES;
+constexpr int BLOCKS_M = TILE_M / 64, ROWS = 2 * BLOCKS_M;  // of a thread, in its pairs of columns
+// The tile of one consumer on its way between registers and memory: boxes of SLICE_CHANNELS filters.
+constexpr bool STAGED = sizeof(ELEMENT) == 2;
+constexpr int BOXES = STAGED ? TILE_N / SLICE_CHANNELS : 0, BOX_BYTES = TILE_M * ROW_BYTES;
+constexpr int TOGETHER = STAGED ? 1 : 4;
+static_assert(TILE_M % 64 == 0 && (!STAGED || TILE_N % SLICE_CHANNELS == 0), "whole instructions and boxes");
+
+struct Barriers {
+    unsigned long long full[NUM_STAGES], empty[NUM_STAGES];  // of the stages
+    unsigned long long turn[CONSUMERS];                      // the other consumer's products of this turn are all issued
+    unsigned long long residual[CONSUMERS];                  // the residual of a consumer's tile has come
+};
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// A place in the ring of stages.
+struct Place {
+    int stage, parity;
+
+    __device__ __forceinline__ void advance(int count) {
+        stage += count;
+        while (stage >= NUM_STAGES) stage -= NUM_STAGES, parity ^= 1;
+    }
+};
+
+__device__ __forceinline__ void consumer_sync(int consumer) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(WARPGROUP) : "memory");
+}
+
+// Asks for all slices of the block's tiles, as stages become free. `residuals` is null where there are none.
+__device__ __forceinline__ void produce(const TensorMap& pixels, const TensorMap& filters, const TensorMap* residuals,
+                                        Barriers& barriers, unsigned stages, const Conv2dParams& params, int tiles,
+                                        int tiles_n) {
+    Place place{0, 1};  // the phase before the first counts as complete: all stages are free
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        const int n0 = tile % tiles_n * TILE_N;
+        const OutputPixel first = output_pixel(params, tile / tiles_n * TILE_M);
+        // The stages are ahead of the consumers, by several tiles where these are shallow: so is the residual then.
+        for (int box = 0; residuals && box < TILE_N / SLICE_CHANNELS; ++box) {
+            prefetch_box(*residuals, n0 + box * SLICE_CHANNELS, tile / tiles_n * TILE_M);
+        }
+        const int w = first.q * params.stride_w - params.pad_w, h = first.p * params.stride_h - params.pad_h;
+        int depth = 0;
+        for (int r = 0; r < params.R; ++r) {
+            for (int s = 0; s < params.S; ++s) {
+                for (int c = 0; c < params.C; c += SLICE_CHANNELS, depth += SLICE_CHANNELS) {
+                    const unsigned full = shared_address(&barriers.full[place.stage]);
+                    const unsigned stage = stages + place.stage * STAGE_BYTES;
+                    barrier_wait(shared_address(&barriers.empty[place.stage]), place.parity);
+                    barrier_arrive_expecting(full, STAGE_BYTES);
+                    fetch_im2col(stage, pixels, full, c, w, h, first.n, s * params.dilation_w, r * params.dilation_h);
+                    fetch_box(stage + PIXEL_BYTES, filters, full, depth, n0);
+                    place.advance(1);
+                }
+            }
+        }
+    }
+}
+
+// The products of one tile, once it is this consumer's turn.
+__device__ __forceinline__ void multiply(float (&sums)[BLOCKS_M][TILE_N / 2], Barriers& barriers, unsigned stages, Place& place,
+                                         int slices, int consumer, int tiles_before) {
+    const bool elected = threadIdx.x % WARPGROUP == 0;
+    if (tiles_before > 0) barrier_wait(shared_address(&barriers.turn[consumer]), (tiles_before - 1) & 1);
+    int previous = 0;
+    for (int slice = 0; slice < slices; ++slice) {
+        barrier_wait(shared_address(&barriers.full[place.stage]), place.parity);
+        const unsigned stage = stages + place.stage * STAGE_BYTES;
+        const unsigned long long a = operand(stage), b = operand(stage + PIXEL_BYTES);
+        warpgroup_fence();
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+            for (int m = 0; m < BLOCKS_M; ++m) {
+                warpgroup_mma<ELEMENT, TILE_N>(sums[m], a + (m * 64 * ROW_BYTES + step * 32) / 16, b + step * 32 / 16,
+                                               slice + step > 0);
+            }
+        }
+        warpgroup_commit();
+        if (slice == slices - 1 && elected) barrier_arrive(shared_address(&barriers.turn[1 - consumer]));
+        warpgroup_wait<1>();  // the slice before has been read
+        if (slice > 0 && elected) barrier_arrive(shared_address(&barriers.empty[previous]));
+        previous = place.stage;
+        place.advance(1);
+    }
+    warpgroup_wait<0>();
+    if (elected) barrier_arrive(shared_address(&barriers.empty[previous]));
+}
+
+// Where the staged tile holds columns k, k + 1 of a row: boxes are swizzled like operands.
+__device__ __forceinline__ void* staged_pair(unsigned char* tile, int row, int k) {
+    const int chunk = k % SLICE_CHANNELS / 8 ^ row % 8;
+    return tile + k / SLICE_CHANNELS * BOX_BYTES + row * ROW_BYTES + chunk * 16 + k % 8 * 2;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    conv2d_wgmma(const __grid_constant__ TensorMap pixels, const __grid_constant__ TensorMap filters,
+                 const __grid_constant__ TensorMap residuals, const __grid_constant__ TensorMap outputs,
+                 const float* __restrict__ bias, const ELEMENT* residual, ELEMENT* y, const Conv2dParams params) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    __shared__ Barriers barriers;
+    const int warpgroup = threadIdx.x / WARPGROUP;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < NUM_STAGES; ++i) {
+            barrier_init(shared_address(&barriers.full[i]), 1);
+            barrier_init(shared_address(&barriers.empty[i]), 1);
+        }
+        for (int i = 0; i < CONSUMERS; ++i) {
+            barrier_init(shared_address(&barriers.turn[i]), 1);
+            barrier_init(shared_address(&barriers.residual[i]), 1);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    const int tiles_n = (params.K + TILE_N - 1) / TILE_N, tiles = (params.gemm_m + TILE_M - 1) / TILE_M * tiles_n;
+    const int slices = params.R * params.S * (params.C / SLICE_CHANNELS);
+    const unsigned stages = shared_address(shared);
+
+    let_next_kernel_start();
+    wait_for_earlier_kernels();
+    if (warpgroup == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x == 0) produce(pixels, filters, residual ? &residuals : nullptr, barriers, stages, params, tiles, tiles_n);
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    const int consumer = warpgroup - 1, lane = threadIdx.x % 32, row0 = threadIdx.x % WARPGROUP / 32 * 16 + lane / 4;
+    const bool elected = threadIdx.x % WARPGROUP == 0;
+    unsigned char* const staged = shared + NUM_STAGES * STAGE_BYTES + consumer * BOXES * BOX_BYTES;
+    Place place{0, 0};
+    if (consumer == 1) place.advance(slices % (2 * NUM_STAGES));
+    int turn = 0;
+    for (int tile = blockIdx.x + consumer * gridDim.x; tile < tiles; tile += CONSUMERS * gridDim.x, ++turn) {
+        const int m0 = tile / tiles_n * TILE_M, n0 = tile % tiles_n * TILE_N;
+        if (STAGED && elected) {
+            store_wait();
+            if (residual) {
+                const unsigned barrier = shared_address(&barriers.residual[consumer]);
+                barrier_arrive_expecting(barrier, BOXES * BOX_BYTES);
+                for (int i = 0; i < BOXES; ++i) {
+                    fetch_box(shared_address(staged) + i * BOX_BYTES, residuals, barrier, n0 + i * SLICE_CHANNELS, m0);
+                }
+            }
+        }
+        float sums[BLOCKS_M][TILE_N / 2];
+        multiply(sums, barriers, stages, place, slices, consumer, turn + consumer);
+        place.advance(slices % (2 * NUM_STAGES));  // those of the other consumer
+        if (STAGED && residual) barrier_wait(shared_address(&barriers.residual[consumer]), turn & 1);
+        if (STAGED && !residual) consumer_sync(consumer);  // the elected thread has waited for the tile before
+
+        // Residuals of a few columns at a time are under way before the first of them is stored: y may be the residual.
+#pragma unroll
+        for (int j = 0; j < TILE_N / 8; j += TOGETHER) {
+            float2 shortcuts[TOGETHER][ROWS] = {};
+#pragma unroll
+            for (int f = 0; f < TOGETHER * ROWS && residual; ++f) {
+                const int row = row0 + f % ROWS / 2 * 64 + f % 2 * 8, column = (j + f / ROWS) * 8 + lane % 4 * 2;
+                float2& shortcut = shortcuts[f / ROWS][f % ROWS];
+                if (STAGED) {
+                    shortcut = load_pair<ELEMENT>(staged_pair(staged, row, column));
+                } else if (m0 + row < params.gemm_m && n0 + column < params.K) {
+                    shortcut = load_pair<ELEMENT>(residual + static_cast<long long>(m0 + row) * params.K + n0 + column);
+                }
+            }
+#pragma unroll
+            for (int f = 0; f < TOGETHER * ROWS; ++f) {
+                const int row = row0 + f % ROWS / 2 * 64 + f % 2 * 8, column = (j + f / ROWS) * 8 + lane % 4 * 2;
+                const int k = n0 + column;
+                const float2 biases =
+                    bias && k < params.K ? *reinterpret_cast<const float2*>(bias + k) : make_float2(0.0f, 0.0f);
+                const float* const pair = &sums[f % ROWS / 2][(j + f / ROWS) * 4 + f % 2 * 2];
+                const float2 shortcut = shortcuts[f / ROWS][f % ROWS];
+                const float low = pair[0] + biases.x + shortcut.x, high = pair[1] + biases.y + shortcut.y;
+                const float2 result = params.relu ? make_float2(relu_of(low), relu_of(high)) : make_float2(low, high);
+                if (STAGED) {
+                    store_pair<ELEMENT>(staged_pair(staged, row, column), result.x, result.y);
+                } else if (m0 + row < params.gemm_m && k < params.K) {
+                    store_pair<ELEMENT>(y + static_cast<long long>(m0 + row) * params.K + k, result.x, result.y);
+                }
+            }
+        }
+        if constexpr (STAGED) {
+            written_for_storing();
+            consumer_sync(consumer);
+            if (elected) {
+                for (int i = 0; i < BOXES; ++i) {
+                    store_box(outputs, shared_address(staged) + i * BOX_BYTES, n0 + i * SLICE_CHANNELS, m0);
+                }
+                store_commit();
+            }
+        }
+    }
+    if (STAGED && elected) store_wait();  // shared memory ends with the block
+}

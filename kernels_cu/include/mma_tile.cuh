@@ -1,0 +1,206 @@
+// A tile of the matrix product on tensor cores, as conv2d_mma and conv2d_mma_patch share it: fragments, sums, epilogue.
+//
+// The including file defines ELEMENT, PRODUCTS, TILE_M, TILE_N, WARP_M, WARP_N and VECTOR.
+#pragma once
+
+#include "conv2d_params.cuh"
+#include "element.cuh"
+#include "epilogue.cuh"
+#include "implicit_gemm.cuh"
+#include "tensor_core.cuh"
+
+constexpr int TILE_K = ROW_BYTES / static_cast<int>(sizeof(ELEMENT));  // depth per slice
+constexpr int STEPS = ROW_BYTES / 32;                                  // mma steps per slice
+constexpr int WARPS_M = TILE_M / WARP_M, WARPS_N = TILE_N / WARP_N;
+constexpr int THREADS = 32 * WARPS_M * WARPS_N;
+constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 8;
+constexpr int BUFFERS = PRODUCTS == 1 ? 2 : 1;  // fragments of the next step beside this one's, where registers allow
+static_assert(TILE_M % WARP_M == 0 && TILE_N % WARP_N == 0, "warps must cover the tile");
+static_assert(WARP_M % 16 == 0 && WARP_N % 32 == 0, "the epilogue trades 32 columns at a time");
+static_assert(PRODUCTS == 1 || (PRODUCTS == 3 && sizeof(ELEMENT) == 4), "only fp32 is split");
+
+// One warp's share of a step: WARP_M pixels and WARP_N filters, 32 bytes deep.
+struct Fragments {
+    unsigned pixels[FRAGMENTS_M][4];
+    unsigned filters[FRAGMENTS_N][2];
+
+    // `pixel_address(i, step)` is this lane's address for the i-th 16 rows of pixels, `filter_row` that of its row of
+    // filters at step 0; a step moves 32 bytes along the swizzled row.
+    template <typename PixelAddress>
+    __device__ __forceinline__ void load(PixelAddress pixel_address, unsigned filter_row, int step) {
+#pragma unroll
+        for (int i = 0; i < FRAGMENTS_M; ++i) load_matrices(pixels[i], pixel_address(i, step));
+#pragma unroll
+        for (int j = 0; j < FRAGMENTS_N; j += 2) {
+            unsigned words[4];
+            load_matrices(words, (filter_row ^ step * 32) + j * 8 * ROW_BYTES);
+            filters[j][0] = words[0], filters[j][1] = words[1];
+            filters[j + 1][0] = words[2], filters[j + 1][1] = words[3];
+        }
+    }
+
+    __device__ __forceinline__ void round() {
+#pragma unroll
+        for (int i = 0; i < FRAGMENTS_M; ++i) round_to_tf32(pixels[i]);
+#pragma unroll
+        for (int j = 0; j < FRAGMENTS_N; ++j) round_to_tf32(filters[j]);
+    }
+};
+
+struct Accumulator {
+    static constexpr int FRAGMENTS = FRAGMENTS_M * FRAGMENTS_N;
+
+    float sums[FRAGMENTS_M][FRAGMENTS_N][4] = {};
+
+    __device__ __forceinline__ void add(Fragments& step) {
+        if constexpr (PRODUCTS == 1) {
+            if constexpr (sizeof(ELEMENT) == 4) step.round();
+#pragma unroll
+            for (int i = 0; i < FRAGMENTS_M; ++i) {
+#pragma unroll
+                for (int j = 0; j < FRAGMENTS_N; ++j) mma<ELEMENT>(sums[i][j], step.pixels[i], step.filters[j]);
+            }
+        } else {
+            unsigned pixels_low[FRAGMENTS_M][4];
+#pragma unroll
+            for (int i = 0; i < FRAGMENTS_M; ++i) split_tf32(step.pixels[i], pixels_low[i]);
+#pragma unroll
+            for (int j = 0; j < FRAGMENTS_N; ++j) {
+                unsigned filters_low[2];
+                split_tf32(step.filters[j], filters_low);
+                make_up_for_truncation(step.filters[j], filters_low);
+#pragma unroll
+                for (int i = 0; i < FRAGMENTS_M; ++i) {
+                    float product[4] = {};
+                    mma<ELEMENT>(product, pixels_low[i], step.filters[j]);
+                    mma<ELEMENT>(product, step.pixels[i], filters_low);
+                    mma<ELEMENT>(product, step.pixels[i], step.filters[j]);
+#pragma unroll
+                    for (int v = 0; v < 4; ++v) sums[i][j][v] += product[v];
+                }
+            }
+        }
+    }
+
+    // Split-K: leaves this block's sums in the workspace. The block that comes last adds those of all, in the order of
+    // the depth, so that the result does not depend on who that is; it returns true and leaves the counter at 0.
+    __device__ __forceinline__ bool reduce(float* workspace, int* counters) {
+        const int slices = gridDim.z, tile = blockIdx.y * gridDim.x + blockIdx.x;
+        float4* const partial = reinterpret_cast<float4*>(workspace) +
+                                static_cast<long long>(tile) * slices * (FRAGMENTS * THREADS) + threadIdx.x;
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; ++f) {
+            const float* v = sums[f / FRAGMENTS_N][f % FRAGMENTS_N];
+            __stcg(&partial[(blockIdx.z * FRAGMENTS + f) * THREADS], make_float4(v[0], v[1], v[2], v[3]));
+        }
+        __shared__ bool last;
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            last = atomicAdd(&counters[tile], 1) == slices - 1;
+            if (last) counters[tile] = 0;
+        }
+        __syncthreads();
+        if (!last) return false;
+        __threadfence();
+        // Several loads are under way at a time: their latency is what a small layer's split-K costs.
+        constexpr int TOGETHER = FRAGMENTS < 8 ? FRAGMENTS : 8;
+#pragma unroll
+        for (int first = 0; first < FRAGMENTS; first += TOGETHER) {
+            float4 totals[TOGETHER] = {};
+#pragma unroll(FRAGMENTS <= 8 ? 16 / TOGETHER : 1)
+            for (int slice = 0; slice < slices; ++slice) {
+                const float4* const source = partial + (slice * FRAGMENTS + first) * THREADS;
+                float4 values[TOGETHER];
+#pragma unroll
+                for (int f = 0; f < TOGETHER; ++f) values[f] = __ldcg(&source[f * THREADS]);
+#pragma unroll
+                for (int f = 0; f < TOGETHER; ++f) {
+                    totals[f].x += values[f].x, totals[f].y += values[f].y;
+                    totals[f].z += values[f].z, totals[f].w += values[f].w;
+                }
+            }
+#pragma unroll
+            for (int f = 0; f < TOGETHER; ++f) {
+                float* v = sums[(first + f) / FRAGMENTS_N][(first + f) % FRAGMENTS_N];
+                v[0] = totals[f].x, v[1] = totals[f].y, v[2] = totals[f].z, v[3] = totals[f].w;
+            }
+        }
+        return true;
+    }
+
+    // Applies the epilogue to rows `m` and columns `n` (of the group, this warp's first) on, and stores.
+    __device__ __forceinline__ void store(const Epilogue8<ELEMENT>& epilogue, ELEMENT* y, const Conv2dParams& params, int m,
+                                          int n, int group) const {
+        constexpr bool WHOLE = VECTOR > 1;
+        constexpr int ROWS = 2 * FRAGMENTS_M;  // of 8 pixels: their 8 lanes
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int j = 0; j < FRAGMENTS_N; j += 4) {
+            const int column = n + j * 8 + lane % 4 * 8;
+            const int k = group * params.group_filters + column;
+            const int columns = min(max(params.group_filters - column, 0), 8);
+            float bias[8];
+            epilogue.load_bias(bias, k, columns);
+            Chunk residuals[ROWS][Epilogue8<ELEMENT>::CHUNKS];
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) {
+                const int pixel = min(m + row * 8 + lane / 4, params.gemm_m - 1);
+                epilogue.load_residual<WHOLE>(residuals[row], static_cast<long long>(pixel) * params.K + k, columns);
+            }
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) {
+                float values[4][2];
+#pragma unroll
+                for (int f = 0; f < 4; ++f) {
+                    values[f][0] = sums[row / 2][j + f][row % 2 * 2];
+                    values[f][1] = sums[row / 2][j + f][row % 2 * 2 + 1];
+                }
+                transpose_quad(values, lane);
+                const int pixel = m + row * 8 + lane / 4;
+                if (pixel < params.gemm_m) {
+                    epilogue.store<WHOLE>(y, static_cast<long long>(pixel) * params.K + k, columns,
+                                          reinterpret_cast<const float(&)[8]>(values), bias, residuals[row]);
+                }
+            }
+        }
+    }
+
+  private:
+    // Lane t of a quad holds columns 2t, 2t + 1 of four fragments; afterwards it holds all 8 columns of fragment t.
+    static __device__ __forceinline__ void transpose_quad(float (&values)[4][2], int lane) {
+#pragma unroll
+        for (int bit = 1; bit <= 2; bit *= 2) {
+            const bool upper = lane & bit;
+#pragma unroll
+            for (int f = 0; f < 4; ++f) {
+                if (f & bit) continue;
+#pragma unroll
+                for (int v = 0; v < 2; ++v) {
+                    const float received = __shfl_xor_sync(~0u, upper ? values[f][v] : values[f | bit][v], bit);
+                    (upper ? values[f][v] : values[f | bit][v]) = received;
+                }
+            }
+        }
+    }
+};
+
+// Brings the residual of this block's tile to L2, on its way while the sums are formed. Call once its writer has finished.
+__device__ __forceinline__ void prefetch_residual(const ELEMENT* residual, const Conv2dParams& params, int m0, int n0,
+                                                  int group) {
+    constexpr int PER_LINE = 128 / static_cast<int>(sizeof(ELEMENT)), LINES = (TILE_N + PER_LINE - 1) / PER_LINE;
+    if (!residual || blockIdx.z > 0) return;
+#pragma unroll
+    for (int i = threadIdx.x; i < TILE_M * LINES; i += THREADS) {
+        const int m = m0 + i / LINES, n = n0 + i % LINES * PER_LINE;
+        if (m >= params.gemm_m || n >= params.group_filters) continue;
+        const ELEMENT* const line = residual + static_cast<long long>(m) * params.K + group * params.group_filters + n;
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+    }
+}
+
+// Where a lane's row of filters lies in a swizzled tile of them: lanes 0–7 and 8–15 give the two halves of 8 rows to
+// ldmatrix, lanes 16–31 those of the next 8.
+__device__ __forceinline__ int filter_row_of_lane(int warp_n, int lane) {
+    return swizzled(warp_n + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+}

@@ -1,0 +1,109 @@
+"""What a configuration is expected to cost: more for more work, and least where experience says."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from cupy_resnet.conv2d import H100, PRECISIONS, VARIANTS, Conv2dProblem, choose
+from cupy_resnet.conv2d.configs import WGMMA, ImplicitGemmConfig, MmaConfig, WgmmaConfig
+from cupy_resnet.conv2d.cost_model import cost
+from cupy_resnet.conv2d.heuristics import fastest
+
+PLAIN = Conv2dProblem(N=2, H=14, W=14, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1)
+LARGE = replace(PLAIN, N=256, H=56, W=56)
+DEEP = replace(PLAIN, H=7, W=7, C=512, K=512)
+"""ResNet's last stage: few pixels, gemm_k = 4608."""
+
+TENSOR_CORES = [name for name, precision in PRECISIONS.items() if precision.tensor_cores]
+FEWER = replace(H100, name="fewer multiprocessors", sm_count=72)
+ALL = [
+    (variant.name, precision)
+    for variant in VARIANTS.values()
+    for precision in variant.precisions
+    if len(variant.configurations()) > 1 and variant.name != "im2col_sgemm"
+]
+"""Kernels with something to choose."""
+
+
+def tile(problem: Conv2dProblem, kernel: str = "auto") -> ImplicitGemmConfig | MmaConfig | WgmmaConfig:
+    config = choose(problem, H100, kernel, use_tables=False).config
+    assert isinstance(config, ImplicitGemmConfig | MmaConfig | WgmmaConfig)
+    return config
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("size", "channels"), [(56, 64), (28, 128), (14, 256), (7, 512)])
+def test_bigger_batches_get_bigger_tiles(size: int, channels: int, precision: str) -> None:
+    layer = replace(PLAIN, H=size, W=size, C=channels, K=channels, precision=precision)
+    areas = [tile(replace(layer, N=N)).tile_m * tile(replace(layer, N=N)).tile_n for N in (1, 16, 256)]
+    assert areas == sorted(areas)
+    assert areas[0] < areas[-1]
+
+
+@pytest.mark.parametrize(("variant", "precision"), ALL)
+def test_the_predicted_time_is_positive_and_grows_with_the_work(variant: str, precision: str) -> None:
+    for K in (64, 512):  # the latter for tiles of all widths
+        large = replace(LARGE, K=K, precision=precision)
+        for config in VARIANTS[variant].candidates(large, H100):
+            costs = [cost(replace(large, N=N), H100, config) for N in (1, 64, 512)]
+            assert 0 < costs[0] < costs[1] < costs[2], config
+            assert cost(large, H100, config) < cost(replace(large, C=128), H100, config)
+            assert cost(large, H100, config) <= cost(large, FEWER, config)
+
+
+@pytest.mark.parametrize("config", WGMMA, ids=lambda config: f"{config.precision} {config}")
+def test_wgmmas_cost_is_finite_and_never_falls_with_the_batch_the_filters_or_the_depth(config: WgmmaConfig) -> None:
+    problem = replace(PLAIN, C=256, K=256, precision=config.precision)
+    for size in (1, 7, 14, 56):
+        for changed, values in (("N", range(1, 66)), ("K", range(64, 1088, 64)), ("C", range(64, 1088, 64))):
+            layer = replace(problem, H=size, W=size)
+            costs = [cost(replace(layer, **{changed: value}), H100, config) for value in values]
+            assert all(math.isfinite(value) and value > 0 for value in costs)
+            assert costs == sorted(costs), changed
+            assert costs[0] < costs[-1] or size < 56, changed  # there may be fewer tiles than multiprocessors
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32"])
+def test_wgmma_is_expected_to_win_where_there_is_much_to_multiply(precision: str) -> None:
+    for size, channels in ((28, 128), (14, 256), (7, 512)):
+        layer = replace(PLAIN, H=size, W=size, C=channels, K=channels, precision=precision)
+        assert isinstance(tile(replace(layer, N=256)), WgmmaConfig)
+        # A single image has fewer tiles than there are multiprocessors: split-K keeps them busy, which this cannot do.
+        assert isinstance(tile(replace(layer, N=1)), MmaConfig)
+
+
+def test_kernels_with_a_single_form_cost_nothing_to_choose() -> None:
+    for variant in ("conv2d_direct", "conv2d_shared"):
+        (config,) = VARIANTS[variant].candidates(PLAIN, H100)
+        assert cost(PLAIN, H100, config) == 0
+
+
+@pytest.mark.parametrize("precision", TENSOR_CORES)
+def test_the_depth_is_split_where_there_are_few_pixels(precision: str) -> None:
+    """At N = 1 the last stage has 49 pixels: without split-K a handful of multiprocessors would do all the work."""
+    one = tile(replace(DEEP, N=1, precision=precision))
+    assert isinstance(one, MmaConfig)
+    assert one.split_k_slices >= 4
+    many = tile(replace(DEEP, N=256, precision=precision), "conv2d_mma")
+    assert isinstance(many, MmaConfig)
+    assert many.split_k_slices <= 2  # two rounds of which the second is half empty may be worse
+    first_stage = tile(replace(LARGE, precision=precision), "conv2d_mma")
+    assert isinstance(first_stage, MmaConfig)
+    assert first_stage.split_k_slices == 1
+
+
+@pytest.mark.parametrize("precision", TENSOR_CORES)
+def test_element_by_element_is_expected_to_be_slower(precision: str) -> None:
+    aligned = fastest("conv2d_mma", replace(LARGE, precision=precision), H100)[1]
+    for odd in (replace(LARGE, C=63), replace(LARGE, K=63)):
+        assert fastest("conv2d_mma", replace(odd, precision=precision), H100)[1] > aligned
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32"])
+def test_mma_is_expected_to_be_no_slower_than_wmma(precision: str) -> None:
+    for problem in (LARGE, DEEP, replace(DEEP, N=256), replace(LARGE, R=1, S=1, pad_h=0, pad_w=0)):
+        typed = replace(problem, precision=precision)
+        assert fastest("conv2d_mma", typed, H100)[1] <= fastest("conv2d_wmma", typed, H100)[1]
+    many = replace(DEEP, N=256, precision=precision)  # bound by arithmetic, so that memory does not make them equal
+    assert fastest("conv2d_mma", many, H100)[1] < fastest("conv2d_wmma", many, H100)[1]

@@ -1,0 +1,170 @@
+"""What is enqueued when a call is repeated, in which order, and when it goes the long way; with stand-ins for CUDA.
+
+That results are right needs a GPU: tests/gpu/test_plans_on_gpu.py.
+"""
+
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cupy_resnet import replay as replay_module
+from cupy_resnet.jit import Launch
+from cupy_resnet.replay import MAX_REPLAYS, Replays
+
+GRAPH, LOGITS, DONE, STREAM = 0x61, 0x10600, 0xE, 0x57
+
+
+class Input:
+    """A caller's array: its signature and address."""
+
+    def __init__(self, signature: str = "NCHW", address: int = 0x1000) -> None:
+        self.signature, self.address = signature, address
+
+
+class Library:
+    """The library of `Input`; results are strings, and so is `out`."""
+
+    room = True
+
+    def look_at(self, x: Input) -> tuple[tuple[str], tuple[int, ...], int] | None:
+        return None if x.signature == "odd" else ((x.signature,), (2, 8, 8), x.address)
+
+    def stream(self, device: int) -> int:
+        return STREAM + device
+
+    def empty(self, shape: tuple[int, ...], like: Input) -> tuple[str, int]:
+        if not self.room:
+            raise MemoryError
+        return f"new {shape}", 0xAAA0
+
+    def address_of_out(self, out: str, shape: tuple[int, ...], like: Input) -> int | None:
+        return 0xBBB0 if out == f"out {shape}" else None
+
+
+class Cuda:
+    """CuPy's runtime, on device 1; `calls` are what was enqueued."""
+
+    memcpyDeviceToDevice = 3  # noqa: N815
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.device, self.capturing = 1, False
+        self.lock = threading.Lock()
+
+    def getDevice(self) -> int:  # noqa: N802
+        return self.device
+
+    def streamIsCapturing(self, stream: int) -> bool:  # noqa: N802
+        assert stream == STREAM + 1
+        return self.capturing
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> None:
+            assert self.lock.locked()
+            self.calls.append((name, *arguments))
+
+        return call
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    fake = Cuda()
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=fake)))
+    monkeypatch.setattr(replay_module, "library_of", lambda x: Library() if isinstance(x, Input) else None)
+    prepared = lambda launch: lambda stream, address: fake.launched(launch.kernel, stream, address)  # noqa: E731
+    monkeypatch.setattr(replay_module, "jit", SimpleNamespace(PreparedLaunch=prepared))
+    return fake
+
+
+@pytest.fixture
+def replays(cuda: Cuda) -> Replays:
+    logits = SimpleNamespace(data=SimpleNamespace(ptr=LOGITS, device_id=1), shape=(2, 10), nbytes=80)
+    return Replays(cuda.lock, SimpleNamespace(graphExec=GRAPH), logits, SimpleNamespace(ptr=DONE))
+
+
+def reading(x: Input, kernel: str = "front") -> Launch:
+    return Launch(kernel, (1,), (32,), (SimpleNamespace(data=SimpleNamespace(ptr=x.address)), 7), 0)
+
+
+def call(replays: Replays, x: Input, out: Any = None, library: Any = None) -> Any:
+    library = library or Library()
+    signature, _, address = library.look_at(x)
+    return replays(library, signature, address, x, out)
+
+
+@pytest.mark.parametrize(("out", "address"), [(None, 0xAAA0), ("out (2, 10)", 0xBBB0)])
+def test_a_replay_is_the_wait_the_front_the_graph_the_copy_and_the_record(
+    cuda: Cuda, replays: Replays, out: str | None, address: int
+) -> None:
+    replays.note(Input(), [reading(Input())])
+    assert call(replays, Input(address=0x2000), out) == (out or "new (2, 10)")
+    assert cuda.calls == [
+        ("streamWaitEvent", STREAM + 1, DONE),
+        ("launched", "front", STREAM + 1, 0x2000),
+        ("graphLaunch", GRAPH, STREAM + 1),
+        ("memcpyAsync", address, LOGITS, 80, 3, STREAM + 1),
+        ("eventRecord", DONE, STREAM + 1),
+    ]
+
+
+def test_each_signature_has_its_own_front(cuda: Cuda, replays: Replays) -> None:
+    for signature in ("NCHW", "NHWC"):
+        x = Input(signature)
+        replays.note(x, [reading(x, f"front of {signature}")])
+    for signature in ("NHWC", "NCHW", "NHWC"):
+        assert call(replays, Input(signature)) is not None
+        (front,) = [made[1] for made in cuda.calls if made[0] == "launched"]
+        assert front == f"front of {signature}"
+        cuda.calls.clear()
+    assert call(replays, Input("float16")) is None
+    assert cuda.calls == []
+
+
+def test_only_a_front_that_is_one_launch_which_reads_the_callers_array_is_repeated(
+    cuda: Cuda, replays: Replays
+) -> None:
+    x = Input()
+    copied = reading(Input(address=0x5000))
+    for launches in ([], [copied], [reading(x), copied], [copied, reading(x)], [Launch("front", (1,), (32,), (), 0)]):
+        replays.note(x, launches)
+        assert call(replays, x) is None, launches
+    odd = Input("odd")
+    replays.note(odd, [reading(odd)])
+    replays.note("of NumPy", [reading(x)])
+    assert call(replays, x) is None
+    assert cuda.calls == []
+
+
+@pytest.mark.parametrize("why", ["another device", "capturing", "no room", "unsuitable out", "cleared"])
+def test_where_it_goes_the_long_way_nothing_is_enqueued(cuda: Cuda, replays: Replays, why: str) -> None:
+    x, library = Input(), Library()
+    replays.note(x, [reading(x)])
+    cuda.device = 0 if why == "another device" else 1
+    cuda.capturing = why == "capturing"
+    library.room = why != "no room"
+    if why == "cleared":
+        replays.clear()
+    assert call(replays, x, "out (3, 10)" if why == "unsuitable out" else None, library) is None
+    assert cuda.calls == []
+    assert not cuda.lock.locked()
+
+
+def test_the_oldest_of_too_many_signatures_is_forgotten(cuda: Cuda, replays: Replays) -> None:
+    inputs = [Input(str(i)) for i in range(MAX_REPLAYS + 2)]
+    for x in inputs:
+        replays.note(x, [reading(x)])
+    assert [call(replays, x) is None for x in inputs] == [True, True] + [False] * MAX_REPLAYS
+
+
+def test_an_error_frees_the_plan_for_others(cuda: Cuda, replays: Replays) -> None:
+    class Failing(Library):
+        def stream(self, device: int) -> int:
+            raise RuntimeError("no stream")
+
+    replays.note(Input(), [reading(Input())])
+    with pytest.raises(RuntimeError, match="no stream"):
+        call(replays, Input(), None, Failing())
+    assert not cuda.lock.locked()

@@ -1,0 +1,95 @@
+"""What the tests of tuning share: a bench that has no GPU, and a folder for what is remembered."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cupy_resnet.conv2d import H100, Conv2dProblem, Device, tuned
+from cupy_resnet.conv2d.tuned import Entry, config_fields
+from cupy_resnet.tuning import Candidate, Workload, candidates, remembering
+
+LAYER = Conv2dProblem(N=8, H=14, W=14, C=256, K=256, R=3, S=3, pad_h=1, pad_w=1, precision="fp16")
+PLAIN = Conv2dProblem(N=8, H=14, W=14, C=256, K=256, R=3, S=3, pad_h=1, pad_w=1)
+
+
+def fresh_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes an empty folder the cache folder, so that nothing is known of any GPU; returns it, not made yet."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("CUPY_RESNET_CACHE_DIR", str(folder))
+    for name in ("_known", "_kept"):
+        monkeypatch.setattr(tuned, name, {})
+    monkeypatch.setattr(tuned, "_warned", set())
+    monkeypatch.setattr(remembering, "_told", set())
+    monkeypatch.setattr(tuned, "_shipped", cache(tuple))
+    tuned.kernels_digest.cache_clear()
+    return folder
+
+
+@cache
+def _ranks(problem: Conv2dProblem) -> dict[Candidate, int]:
+    return {candidate: n for n, candidate in enumerate(candidates(problem, H100, spread_nan=True))}
+
+
+def rank(problem: Conv2dProblem, candidate: Candidate) -> int:
+    """The place of a candidate on an H100 by the cost model, from 0."""
+    return _ranks(problem)[candidate]
+
+
+def entry(candidate: Candidate, problem: Conv2dProblem, **changes: Any) -> Entry:
+    """An entry by which `candidate` is the fastest."""
+    values: dict[str, Any] = {
+        "problem": problem,
+        "spread_nan": True,
+        "variant": candidate.variant,
+        "config": config_fields(candidate.config),
+        "microseconds": 12.3,
+        "next_microseconds": 12.9,
+        "candidates": 37,
+    }
+    return Entry(**values | changes)
+
+
+@dataclass
+class FakeBench:
+    """Takes times from a function instead of a GPU, and keeps a log.
+
+    Args:
+        time: microseconds of a candidate on a workload.
+        device: the GPU it pretends to be.
+        rejected: what it finds wrong about candidates of a workload.
+        seconds_per_sample: by how much its `clock` advances.
+    """
+
+    time: Callable[[Workload, Candidate], float]
+    device: Device = H100
+    rejected: Callable[[Workload, Sequence[Candidate]], Mapping[Candidate, str]] = lambda workload, candidates: {}
+    seconds_per_sample: float = 0.001
+    now: float = 0.0
+    raced: list[Workload] = field(default_factory=list)
+    samples: list[Candidate] = field(default_factory=list)
+
+    @contextmanager
+    def race(self, workload: Workload, candidates: Sequence[Candidate]) -> Iterator["FakeRace"]:
+        self.raced.append(workload)
+        yield FakeRace(self, workload, self.rejected(workload, candidates))
+
+    def clock(self) -> float:
+        return self.now
+
+
+@dataclass
+class FakeRace:
+    bench: FakeBench
+    workload: Workload
+    rejected: Mapping[Candidate, str]
+
+    def sample(self, candidate: Candidate) -> float:
+        assert candidate not in self.rejected
+        self.bench.samples.append(candidate)
+        self.bench.now += self.bench.seconds_per_sample
+        return self.bench.time(self.workload, candidate)
