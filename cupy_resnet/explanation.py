@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import overload
 
 from .binding import bind_shapes
-from .conv2d import H100, PRECISIONS, Device, choose
+from .conv2d import H100, PRECISIONS, VARIANTS, Device, choose
 from .conv2d.stem import supports_stem
+from .engines.cuda_engine import precision_obstacle
+from .engines.selection import PREFERRED
 from .engines.shape_engine import OpRecord, ShapeArray, ShapeEngine
 from .networks import Network
 
@@ -99,7 +101,7 @@ def explain(
     kernel: str = "auto",
     strict: bool = False,
     fuse: bool = True,
-    precision: str = "fp32",
+    precision: str = "auto",
 ) -> Explanation:
     """Walks a network's graph with shapes only; needs neither weights nor a GPU.
 
@@ -109,7 +111,7 @@ def explain(
         engine: ``"cuda"`` or ``"numpy"``.
         device: the GPU that kernels are chosen for; an H100 where none is given.
         kernel, strict, fuse: as in `cupy_resnet.load`.
-        precision: likewise, but for ``"auto"``.
+        precision: likewise; ``"auto"`` is what `device` would compute in by default.
 
     Raises:
         ValueError: a shape that the network cannot run.
@@ -118,16 +120,25 @@ def explain(
     network.check_input(shape)
     N, C, H, W = shape
     target = device or H100
-    arithmetic = PRECISIONS[precision if engine == "cuda" else "fp32"]
+    arithmetic = PRECISIONS[_resolved(precision, kernel, target) if engine == "cuda" else "fp32"]
     pixels = ShapeArray((N, H, W, C), channels_first=C > 1 and H * W > 1)  # else both layouts are the same memory
     fused_stem = kernel == "auto" and supports_stem(arithmetic, pixels.shape, network.stem.krsc_shape, target)[0]
     ops = ShapeEngine(arithmetic.name, fused_stem=fused_stem)
     bind_shapes(network, fuse=fuse)(ops, pixels)
     if engine == "numpy":
         return Explanation(f"{network.name}, input {shape}, NumPy engine", [_numpy_step(r) for r in ops.records])
-    where = f"on {target.name}" if device else f"as for an {target.name}, since no GPU is in use"
+    where = f"{arithmetic.name}, "
+    where += f"on {target.name}" if device else f"as for an {target.name}, since no GPU is in use"
     steps = [_cuda_step(record, target, kernel, strict) for record in ops.records]
     return Explanation(f"{network.name}, input {shape}, CUDA engine, {where}", steps)
+
+
+def _resolved(precision: str, kernel: str, device: Device) -> str:
+    if precision != "auto":
+        return precision
+    possible = PRECISIONS if kernel == "auto" else VARIANTS[kernel].precisions
+    usable = (name for name in PREFERRED if name in possible and not precision_obstacle(name, device))
+    return next(usable, "fp32")
 
 
 def _numpy_step(record: OpRecord) -> Step:

@@ -223,15 +223,15 @@ class Model:
         Args:
             shape: (N, C, H, W) of the input, by default one image of the network's own size.
             engine: ``"cuda"`` or ``"numpy"``, by default the model's own. Kernels can be explained without a GPU:
-                they are then chosen as for an H100.
+                they are then chosen as for an H100, in what that would compute in by default.
         """
         runner = self._alive()
         network, ops = runner.network, runner.ops
-        device = None
+        device, precision = None, "auto"
         if ops.name == "cuda":
             from .engines.cuda_engine import CudaEngine, describe_device
 
-            device = describe_device(cast(CudaEngine, ops).device)
+            device, precision = describe_device(cast(CudaEngine, ops).device), self.precision
         return explain(
             network,
             shape or (1, self.in_channels, self.default_size, self.default_size),
@@ -240,7 +240,7 @@ class Model:
             kernel=self.kernel,
             strict=self.strict,
             fuse=self.fuse,
-            precision=self.precision,
+            precision=precision,
         )
 
     def warmup(self, batch_size: int = 1, size: Pair | None = None) -> None:

@@ -36,7 +36,9 @@ ARROWS = {
     "batching": {"binding", "engines.shape_engine", "networks"},
     "progress": {"jit"},
     "prediction": set(),
-    "explanation": {"binding", "conv2d", "engines.shape_engine", "networks"},
+    "explanation": {
+        *("binding", "conv2d", "engines.cuda_engine", "engines.selection", "engines.shape_engine", "networks"),
+    },
     "arrays": {"cuda_errors", "engines.base"},
     "gpu_arrays": set(),
     "binding": {"checkpoints", "engines.base", "engines.shape_engine", "errors", "networks"},

@@ -133,6 +133,13 @@ def test_explain_takes_the_names_that_predict_takes(folder):
     assert "layer3.2.conv2" in done.out
 
 
+def test_explain_takes_a_precision(folder):
+    done = run("explain", "resnet18", "--batch", "32", "--precision", "tf32", folder=folder)
+    assert done.status == 0
+    assert "tf32, as for an NVIDIA H100" in done.out
+    assert "conv2d_wgmma" in done.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -4,6 +4,7 @@ import importlib.util
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from helpers import assert_close, normal, torch_checkpoints, torch_model
 import cupy_resnet
 from cupy_resnet import environment
 from cupy_resnet.arrays import exchanged
-from cupy_resnet.conv2d import variant_names
+from cupy_resnet.conv2d import H100, variant_names
 from cupy_resnet.engines import selection
 from cupy_resnet.engines.numpy_engine import NumpyEngine
 from cupy_resnet.errors import EngineUnavailableError, UnsupportedProblemError
@@ -292,11 +293,25 @@ def test_explain_on_the_numpy_engine() -> None:
 def test_explain_kernels_without_a_gpu(fuse: bool) -> None:
     model = cupy_resnet.load("resnet20", STATE, engine="numpy", fuse=fuse)
     explanation = model.explain((8, 3, 32, 32), engine="cuda")
-    assert "as for an NVIDIA H100" in str(explanation).splitlines()[0]
+    assert "fp16, as for an NVIDIA H100" in str(explanation).splitlines()[0]
     convolutions = [step for step in explanation if step.record.op == "conv2d"]
     assert len(convolutions) == 19
     assert {step.kernel for step in convolutions} <= set(variant_names())
     assert all(step.reason for step in convolutions)
+
+
+def test_explain_is_in_the_precision_that_is_asked_for() -> None:
+    network = describe("resnet18")
+    for precision, kernels in {"auto": {"conv2d_wgmma"}, "fp32": {"conv2d_implicit_gemm", "conv2d_winograd"}}.items():
+        steps = [step for step in explain(network, (256, 3, 224, 224), precision=precision) if "conv2" in step.layer]
+        assert {step.kernel for step in steps} <= kernels, precision
+    a100 = replace(H100, name="NVIDIA A100", compute_capability=(8, 0))
+    assert "conv2d_wgmma" not in str(explain(network, (256, 3, 224, 224), device=a100))
+    assert {
+        step.record.problem.precision
+        for step in explain(network, (1, 3, 64, 64), kernel="conv2d_direct")
+        if step.record.problem
+    } == {"fp32"}
 
 
 def test_explain_lists_where_a_demanded_kernel_does_not_apply() -> None:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from .. import environment
 from .console import downloading, make_table, print_fields, print_json, print_table, printable, say
-from .options import JsonOption, KernelOption, ModelArgument, WeightsOption, one_of
+from .options import JsonOption, KernelOption, ModelArgument, PrecisionOption, WeightsOption, one_of
 
 if TYPE_CHECKING:
     from ..summary import Summary
@@ -66,6 +66,7 @@ def explain(
         str,
         typer.Option(metavar="cuda|numpy", callback=one_of("engine", ("cuda", "numpy")), help="The engine to explain."),
     ] = "cuda",
+    precision: PrecisionOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Tell which kernel computes each operation of a network, and why. Needs no GPU and no weights."""
@@ -76,7 +77,7 @@ def explain(
     network = describe(split_name(model)[0])
     pixels = network.default_size if size is None else size
     shape = (batch, network.stem.in_channels, pixels, pixels)
-    explanation = explain_network(network, shape, engine=engine, kernel=kernel)
+    explanation = explain_network(network, shape, engine=engine, kernel=kernel, precision=precision)
     print_json([asdict(step) for step in explanation]) if as_json else typer.echo(str(explanation))
 
 
