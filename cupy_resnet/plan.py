@@ -293,16 +293,17 @@ class _Plan:
                 filters = [conv.weight for _, block in network.blocks for conv in block.convolutions()]
                 self._prefetch: Any = ops.prefetch(filters)
                 self._stream.synchronize()
+                # With few images the filters are most of what is read, and waiting for them most of the time.
+                few = self._prefetch.nbytes > self._pool.total_bytes()
                 self._stream.begin_capture()
+                beside = None
                 try:
-                    # With few images the filters are most of what is read, and waiting for them most of the time.
-                    few = self._prefetch.nbytes > self._pool.total_bytes()
                     beside = _begun(self._prefetch, self._stream) if few else None
                     with jit.overlapping():
                         self._logits, self._features = network.body(ops, self._input)
+                finally:
                     if beside is not None:
                         self._stream.wait_event(beside.record())
-                finally:
                     graph = self._stream.end_capture()
         self._graph: Any = graph
         self.replays = Replays(self._lock, graph, self._logits, self._done)

@@ -7,8 +7,8 @@
 // Layouts    x NHWC, filter KRSC, residual and y NPQK, all ELEMENT; bias K in fp32.
 // Grid       x: one block per multiprocessor, or fewer; tiles are taken in turn, filters fastest.
 //            Block 384 threads: a producer warpgroup, of which one thread works, and two consumers that take turns.
-// Shared     2 patches, 2 tiles on their way out, num_stages · 64 · 128 bytes of filter; see PatchTile and shared_memory() in
-//            cupy_resnet/conv2d/tensor_core_variants.py.
+// Shared     2 patches, 2 tiles on their way out, num_stages · 64 · 128 bytes of filter; see PatchTile and
+//            cupy_resnet/conv2d/wgmma_patch.py.
 // Requires   C a multiple of 64, K of 8.
 // This rung  against conv2d_wgmma: that kernel fetches every pixel R·S times, and L2 cannot deliver as fast as tensor cores
 //            multiply. Here a tile's pixels and their surroundings, the patch, come once per 64 channels. Its rows of pixels lie
@@ -36,7 +36,7 @@ constexpr int CONSUMERS = 2, WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUME
 constexpr int ROW_BYTES = 128, SLICE_CHANNELS = 64, STEPS = ROW_BYTES / 32, FILTERS = 64, STAGE_BYTES = FILTERS * ROW_BYTES;
 constexpr int PATCHES = 2, MAX_STAGES = 16, BLOCKS = PIXELS / 8;
 
-// What a tile is; cupy_resnet/conv2d/tensor_core_variants.py fills it in.
+// What a tile is; cupy_resnet/conv2d/wgmma_patch.py fills it in.
 struct PatchTile {
     int images;        // whole images per tile, if more than one
     int rows;          // of the output, per image

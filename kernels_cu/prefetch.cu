@@ -2,9 +2,10 @@
 // @solves the filters of a network on their way to L2 while its first layers run
 // @arch sm_70
 //
+// Equation   none: nothing is computed, and nothing written.
 // Layouts    starts: `count` addresses, multiples of 128; lines: how many lines of 128 bytes each array has.
 // Grid       any; the blocks' threads go through the arrays one after the other, neighbouring threads on neighbouring lines.
-// Bound      memory: one read. Nothing waits for it, and nothing is written.
+// Bound      memory: one read. Nothing waits for it.
 // At batch 1 a deep layer reads its filter faster than it multiplies: from memory it waits, from L2 it hardly does. What
 // a network has for filters fits L2, but not what else ran since the last call.
 

@@ -79,7 +79,7 @@ def patch_tile(problem: Conv2dProblem, pixels: int, shared_limit: int) -> PatchT
     whole = (problem.H - 1) * columns + problem.W
     if whole <= pixels:
         images = 1 + (pixels - whole) // ((problem.H + problem.pad_h) * columns)
-        images, rows = min(images, problem.N), problem.H
+        images, rows = max(1, min(images, problem.N)), problem.H
     elif pixels >= problem.W:
         most = 1 + (pixels - problem.W) // columns
         images, rows = 1, blocks(problem.H, blocks(problem.H, most))  # as even as they come
@@ -136,7 +136,10 @@ class WgmmaPatch(Variant):
         if problem.C % configs.WgmmaPatchConfig.CHANNELS or problem.K % 8:
             return False, f"needs C a multiple of 64 and K of 8, not {problem.C} and {problem.K}"
         if not self.candidates(problem, device):
-            return False, f"needs more shared memory for rows of {problem.W} pixels than {device.name} has"
+            return (
+                False,
+                f"has no tile on {device.name} for rows of {problem.W} pixels and a filter of {problem.R}×{problem.S}",
+            )
         return True, ""
 
     def configurations(self) -> Sequence[configs.WgmmaPatchConfig]:

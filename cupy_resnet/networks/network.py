@@ -124,7 +124,7 @@ class Network:
         return ops.max_pool2d(x, 3, stride=2, padding=1) if self.stem_max_pool else x
 
     def body(self, ops: "Ops", x: "Array", checkpoint: Checkpoint | None = None) -> tuple["Array", "Array"]:
-        """Runs the rest on what `front` returned."""
+        """Runs the rest on what `front` returned, whose memory may be overwritten unless there are checkpoints."""
         x = self.finish_stem(ops, x)
         if checkpoint is not None:
             checkpoint("stem", x)

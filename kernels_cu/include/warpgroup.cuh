@@ -23,8 +23,8 @@ __device__ __forceinline__ void warpgroup_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// sums = a · b, or sums += a · b if `accumulate`, for 64 rows and N columns; a header that needs another N than those below
-// instantiates WARPGROUP_MMA for it.
+// sums = a · b, or sums += a · b if `accumulate`, for 64 rows and N columns; a kernel that needs another N than those below
+// instantiates WARPGROUP_MMA_OF_BYTES_2 or _OF_ALL for it.
 template <typename Element, int N>
 __device__ __forceinline__ void warpgroup_mma(float (&sums)[N / 2], unsigned long long a, unsigned long long b, bool accumulate);
 
