@@ -304,6 +304,7 @@ def test_explain_is_in_the_precision_that_is_asked_for() -> None:
     network = describe("resnet18")
     for precision, kernels in {"auto": {"conv2d_wgmma"}, "fp32": {"conv2d_implicit_gemm", "conv2d_winograd"}}.items():
         steps = [step for step in explain(network, (256, 3, 224, 224), precision=precision) if "conv2" in step.layer]
+        assert len(steps) == 8
         assert {step.kernel for step in steps} <= kernels, precision
     a100 = replace(H100, name="NVIDIA A100", compute_capability=(8, 0))
     assert "conv2d_wgmma" not in str(explain(network, (256, 3, 224, 224), device=a100))

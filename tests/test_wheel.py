@@ -104,4 +104,4 @@ def test_the_command_line_is_installed(environment: Path) -> None:
 
 def test_the_readmes_example_runs(environment: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert "conv2d_implicit_gemm" in run(environment, "python", "-c", example)
+    assert "conv2d_mma" in run(environment, "python", "-c", example)
