@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import overload
 
 from .binding import bind_shapes
-from .conv2d import H100, PRECISIONS, VARIANTS, Device, choose
+from .conv2d import H100, PRECISIONS, Device, choose
 from .conv2d.stem import supports_stem
-from .engines.cuda_engine import precision_obstacle
-from .engines.selection import PREFERRED
+from .engines.cuda_engine import resolve_precision
 from .engines.shape_engine import OpRecord, ShapeArray, ShapeEngine
 from .networks import Network
 
@@ -120,7 +119,7 @@ def explain(
     network.check_input(shape)
     N, C, H, W = shape
     target = device or H100
-    arithmetic = PRECISIONS[_resolved(precision, kernel, target) if engine == "cuda" else "fp32"]
+    arithmetic = PRECISIONS[resolve_precision(precision, target, kernel) if engine == "cuda" else "fp32"]
     pixels = ShapeArray((N, H, W, C), channels_first=C > 1 and H * W > 1)  # else both layouts are the same memory
     fused_stem = kernel == "auto" and supports_stem(arithmetic, pixels.shape, network.stem.krsc_shape, target)[0]
     ops = ShapeEngine(arithmetic.name, fused_stem=fused_stem)
@@ -131,14 +130,6 @@ def explain(
     where += f"on {target.name}" if device else f"as for an {target.name}, since no GPU is in use"
     steps = [_cuda_step(record, target, kernel, strict) for record in ops.records]
     return Explanation(f"{network.name}, input {shape}, CUDA engine, {where}", steps)
-
-
-def _resolved(precision: str, kernel: str, device: Device) -> str:
-    if precision != "auto":
-        return precision
-    possible = PRECISIONS if kernel == "auto" else VARIANTS[kernel].precisions
-    usable = (name for name in PREFERRED if name in possible and not precision_obstacle(name, device))
-    return next(usable, "fp32")
 
 
 def _numpy_step(record: OpRecord) -> Step:

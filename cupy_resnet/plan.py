@@ -123,7 +123,7 @@ class Runner:
 
         Returns:
             Logits (N, num_classes), of the caller's kind. None if there was no such call, or it cannot be repeated
-            here and now: nothing has happened then.
+            here and now: nothing that matters has happened then.
         """
         library = library_of(given)
         if library is None or not getattr(self._of_thread, "has_run", False):  # CUDA may not be started in this thread

@@ -73,7 +73,8 @@ class Replays:
             out: where to put the logits, an array of the caller's; None for a new one.
 
         Returns:
-            The logits, of the caller's kind; None, and nothing is enqueued, where the call must go the long way.
+            The logits, of the caller's kind; None where the call must go the long way: nothing that matters has
+            happened then.
         """
         with self._lock:
             front = self._fronts.get(signature)
@@ -83,19 +84,21 @@ class Replays:
             stream = library.stream(device)
             if runtime.streamIsCapturing(stream):
                 return None
-            target: int | None
-            if out is None:
-                try:
-                    out, target = library.empty(self._shape, given)
-                except MemoryError:
-                    return None  # there, plans are dropped to make room
-            else:
+            target: int | None = None
+            if out is not None:
                 target = library.address_of_out(out, self._shape, given)
                 if target is None:
                     return None
             runtime.streamWaitEvent(stream, done)  # of the call before, which may have used another stream
             front(stream, address)
             runtime.graphLaunch(self._graph, stream)
-            runtime.memcpyAsync(target, *self._logits, stream)
-            runtime.eventRecord(done, stream)
+            # From here on the GPU has something to do: what the host still needs takes no time.
+            try:
+                if target is None:
+                    out, target = library.empty(self._shape, given)
+                runtime.memcpyAsync(target, *self._logits, stream)
+            except MemoryError:
+                return None  # there, plans are dropped to make room
+            finally:
+                runtime.eventRecord(done, stream)
             return out

@@ -138,17 +138,27 @@ def test_only_a_front_that_is_one_launch_which_reads_the_callers_array_is_repeat
     assert cuda.calls == []
 
 
-@pytest.mark.parametrize("why", ["another device", "capturing", "no room", "unsuitable out", "cleared"])
+@pytest.mark.parametrize("why", ["another device", "capturing", "unsuitable out", "cleared"])
 def test_where_it_goes_the_long_way_nothing_is_enqueued(cuda: Cuda, replays: Replays, why: str) -> None:
     x, library = Input(), Library()
     replays.note(x, [reading(x)])
     cuda.device = 0 if why == "another device" else 1
     cuda.capturing = why == "capturing"
-    library.room = why != "no room"
     if why == "cleared":
         replays.clear()
     assert call(replays, x, "out (3, 10)" if why == "unsuitable out" else None, library) is None
     assert cuda.calls == []
+    assert not cuda.lock.locked()
+
+
+def test_the_graph_is_launched_before_memory_is_sought_and_whoever_comes_next_waits_for_it(
+    cuda: Cuda, replays: Replays
+) -> None:
+    x, library = Input(), Library()
+    replays.note(x, [reading(x)])
+    library.room = False
+    assert call(replays, x, None, library) is None
+    assert [made[0] for made in cuda.calls] == ["streamWaitEvent", "launched", "graphLaunch", "eventRecord"]
     assert not cuda.lock.locked()
 
 

@@ -13,7 +13,7 @@ from cupy_resnet.conv2d import H100, PRECISIONS, Conv2dProblem, Device, choose, 
 from cupy_resnet.conv2d.cost_model import cost
 from cupy_resnet.errors import EngineUnavailableError
 from cupy_resnet.networks import describe, list_models
-from cupy_resnet.tuning import Candidate, Tuner, Workload, candidates, network_problems, resolve_precision, tune
+from cupy_resnet.tuning import Candidate, Tuner, Workload, candidates, network_problems, possible_precision, tune
 from cupy_resnet.tuning import bench as gpu_bench
 from cupy_resnet.tuning.workloads import HOPELESS
 
@@ -143,14 +143,14 @@ def test_the_classifier_is_among_them_where_it_runs_as_a_convolution() -> None:
     ],
 )
 def test_precisions(precision: str, device: Device, resolved: str) -> None:
-    assert resolve_precision(precision, device) == resolved
+    assert possible_precision(precision, device) == resolved
 
 
 def test_a_precision_that_the_gpu_does_not_know_is_an_error() -> None:
     with pytest.raises(
         EngineUnavailableError, match=r"precision bf16 needs .* T4 has 7\.5; it can run in fp32 and fp16"
     ):
-        resolve_precision("bf16", T4)
+        possible_precision("bf16", T4)
 
 
 def test_an_empty_batch_has_nothing_to_tune_and_a_wrong_shape_is_an_error() -> None:

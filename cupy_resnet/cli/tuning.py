@@ -69,7 +69,7 @@ def tune(
     pixels = network.default_size if size is None else size
     bench = tuning.GpuBench(cold_l2=cold_l2)
     gpu = bench.device.name
-    precision = tuning.resolve_precision(precision, bench.device)
+    precision = tuning.possible_precision(precision, bench.device)
     shapes = [(images, network.in_channels, pixels, pixels) for images in batches(batch)]
     workloads = [w for shape in shapes for w in tuning.network_problems(network, shape, precision, bench.device)]
     table: Path | None = None

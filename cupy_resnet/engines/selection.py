@@ -4,15 +4,12 @@ import logging
 
 from .. import environment
 from .._names import unknown_name
-from ..conv2d import PRECISIONS, VARIANTS, check_kernel
+from ..conv2d import PRECISIONS, check_kernel
 from ..errors import EngineUnavailableError
 from .base import Ops
-from .cuda_engine import CudaEngine, cuda_obstacle, describe_device, find_device, precision_obstacle
+from .cuda_engine import CudaEngine, cuda_obstacle, describe_device, find_device, resolve_precision
 
 logger = logging.getLogger(__name__)
-
-PREFERRED = ("fp16", "fp32")
-"""What ``precision="auto"`` means, the first of them that the GPU and the demanded kernel can compute in."""
 
 
 def make_engine(
@@ -62,13 +59,6 @@ def make_engine(
 
         return NumpyEngine()
     if precision == "auto":
-        precision = _preferred_precision(device, kernel)
+        precision = resolve_precision(precision, describe_device(find_device(device)), kernel)
     # A classifier pools over the image, so that how far a NaN spreads before that does not matter.
     return CudaEngine(device, precision=precision, kernel=kernel, strict=strict, spread_nan=True)
-
-
-def _preferred_precision(device: int | None, kernel: str) -> str:
-    description = describe_device(find_device(device))
-    possible = PRECISIONS if kernel == "auto" else VARIANTS[kernel].precisions
-    usable = [name for name in PREFERRED if name in possible and not precision_obstacle(name, description)]
-    return usable[0] if usable else "fp32"

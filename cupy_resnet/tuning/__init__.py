@@ -12,7 +12,7 @@ from .bench import Bench, GpuBench, Race
 from .first_call import Tuner
 from .remembering import remember, write_table
 from .rounds import Report, Result, tune
-from .workloads import Candidate, Workload, candidates, network_problems, resolve_precision
+from .workloads import Candidate, Workload, candidates, network_problems, possible_precision
 
 __all__ = [
     "Bench",
@@ -25,8 +25,8 @@ __all__ = [
     "Workload",
     "candidates",
     "network_problems",
+    "possible_precision",
     "remember",
-    "resolve_precision",
     "tune",
     "write_table",
 ]

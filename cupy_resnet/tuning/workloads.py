@@ -9,7 +9,7 @@ from ..conv2d.configs import Config
 from ..conv2d.cost_model import cost
 from ..conv2d.heuristics import allowed, automatic
 from ..conv2d.stem import supports_stem
-from ..engines.cuda_engine import precision_obstacle
+from ..engines.cuda_engine import precision_obstacle, resolve_precision
 from ..engines.shape_engine import ShapeArray, ShapeEngine
 from ..errors import EngineUnavailableError
 from ..networks import Network
@@ -82,18 +82,17 @@ def network_problems(
     return [Workload(problem, count, residual=2 * residuals[problem] >= count) for problem, count in total.items()]
 
 
-def resolve_precision(precision: str, device: Device) -> str:
-    """Returns the arithmetic that the name stands for on a GPU: fp16 for ``"auto"`` where there are tensor cores.
+def possible_precision(precision: str, device: Device) -> str:
+    """Returns the arithmetic that the name, which may be ``"auto"``, stands for on a GPU.
 
     Raises:
         EngineUnavailableError: the GPU has no tensor cores for it.
     """
-    if precision == "auto":
-        return "fp32" if precision_obstacle("fp16", device) else "fp16"
-    obstacle = precision_obstacle(precision, device)
+    resolved = resolve_precision(precision, device)
+    obstacle = precision_obstacle(resolved, device)
     if obstacle:
         raise EngineUnavailableError(obstacle)
-    return precision
+    return resolved
 
 
 def candidates(problem: Conv2dProblem, device: Device, *, spread_nan: bool = False) -> list[Candidate]:

@@ -4,11 +4,14 @@ import importlib.util
 from functools import lru_cache
 from typing import Any
 
-from ...conv2d import Device
+from ...conv2d import PRECISIONS, VARIANTS, Device
 from ...errors import EngineUnavailableError
 
 MIN_COMPUTE_CAPABILITY = {"fp16": (7, 0), "bf16": (8, 0), "tf32": (8, 0), "fp32-tc": (8, 0)}
 """The oldest tensor cores that multiply in a precision."""
+
+PREFERRED = ("fp16", "fp32")
+"""What ``precision="auto"`` means: the first of them that the GPU and the demanded kernel can compute in."""
 
 
 @lru_cache(maxsize=64)
@@ -69,6 +72,15 @@ def precision_obstacle(precision: str, device: Device) -> str | None:
         f"precision {precision} needs a GPU of compute capability {major}.{minor} or newer, and {device.name} has "
         f"{device.number}; it can run in {' and '.join(possible)}"
     )
+
+
+def resolve_precision(precision: str, device: Device, kernel: str = "auto") -> str:
+    """Returns the arithmetic that a name, ``"auto"`` or itself, stands for on a GPU with a demanded kernel."""
+    if precision != "auto":
+        return precision
+    possible = PRECISIONS if kernel == "auto" else VARIANTS[kernel].precisions
+    usable = (name for name in PREFERRED if name in possible and not precision_obstacle(name, device))
+    return next(usable, "fp32")
 
 
 def _first_line(error: BaseException) -> str:
