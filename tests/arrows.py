@@ -37,7 +37,7 @@ ARROWS = {
     "progress": {"jit"},
     "prediction": set(),
     "explanation": {
-        *("binding", "conv2d", "engines.cuda_engine", "engines.selection", "engines.shape_engine", "networks"),
+        *("binding", "conv2d", "engines.cuda_engine", "engines.shape_engine", "networks"),
     },
     "arrays": {"cuda_errors", "engines.base"},
     "gpu_arrays": set(),

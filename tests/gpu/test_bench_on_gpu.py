@@ -13,8 +13,10 @@ from cupy_resnet.conv2d import VARIANTS, Conv2dProblem
 from cupy_resnet.loading import PRECISIONS
 from cupy_resnet.proof.bench.comparison import Plan, rows
 from cupy_resnet.proof.bench.contenders import Replayed
+from cupy_resnet.proof.bench.fusion import measure_fusion
 from cupy_resnet.proof.bench.ladder import measure
 from cupy_resnet.proof.bench.meters import CudaMeter
+from cupy_resnet.proof.bench.stages import STAGES
 from cupy_resnet.proof.bench.timing import Effort
 from cupy_resnet.proof.ladder import library_rungs, rungs
 
@@ -113,6 +115,18 @@ def test_the_ladder_has_every_kernel_and_torch_in_every_precision(precision: str
         name for name, variant in VARIANTS.items() if precision in variant.precisions
     ]
     assert [rung.name for rung in library_rungs(report)] == ["cudnn", "cudnn_tf32", "cudnn_fp16", "cudnn_bf16"]
+
+
+@pytest.mark.alone
+def test_fusion_tells_host_and_gpu_time() -> None:
+    report = measure_fusion("resnet18", 8, engine="cuda", effort=QUICK)
+    assert [stage.name for stage in report.stages] == [stage.name for stage in STAGES]
+    for each in report.stages + report.torch:
+        assert each.wrong is None
+        assert each.device is not None
+        assert each.host.median > 0
+    times = [min(stage.device_ms) for stage in report.stages]
+    assert times[-1] < times[0]
 
 
 MODES = {
