@@ -2,23 +2,18 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cupy_resnet.conv2d import VARIANTS, Conv2dProblem
-from cupy_resnet.conv2d.device import H100
-from cupy_resnet.conv2d.heuristics import fastest
+from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.proof import notebook
 from cupy_resnet.proof.plot_style import new_figure
-from cupy_resnet.proof.tiles import Tile, plot_tile, tile_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PROBLEM = Conv2dProblem(N=32, H=28, W=28, C=128, K=128, R=3, S=3, pad_h=1, pad_w=1)
-FP32 = [name for name, variant in VARIANTS.items() if "fp32" in variant.precisions]
 
 
 def code_cells(path: Path) -> list[dict[str, Any]]:
@@ -101,31 +96,6 @@ def test_a_place_says_why_results_are_recorded(monkeypatch):
     assert notebook.measure_here(PROBLEM, "conv2d_direct", None) is None
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_tile_covers_the_output(variant):
-    problem = replace(PROBLEM, precision=VARIANTS[variant].precisions[0])
-    tile = tile_of(variant, fastest(variant, problem, H100)[0], problem)
-    if tile is None:
-        return
-    assert tile.threads % 32 == 0
-    assert tile.threads <= 1024
-    assert tile.blocks(problem) * tile.block_m * tile.block_n * tile.pixels >= problem.gemm_m * problem.K
-    figure = plot_tile(tile, problem, variant)
-    assert f"{tile.blocks(problem):,} blocks" in figure.axes[0].get_title(loc="left")
-
-
-def test_what_the_tiles_of_the_ladder_are():
-    tiles = {name: tile_of(name, fastest(name, PROBLEM, H100)[0], PROBLEM) for name in FP32}
-    assert tiles["conv2d_direct"] == Tile(2, 128, 1, 1, shared=False)
-    assert tiles["conv2d_direct"].threads == 256
-    assert tiles["conv2d_shared"].threads == 1024
-    assert tiles["conv2d_shared"].shared_bytes == 8
-    assert tiles["im2col_sgemm"].threads == 256
-    assert tiles["im2col_sgemm"].shared_bytes == 1
-    assert tiles["conv2d_winograd"].threads == 512
-    assert tiles["conv2d_winograd"].multiplications == pytest.approx(1 / 2.25)
-
-
 def test_bars_are_as_long_as_their_values():
     values = {"first": 1.0, "second": 2.5}
     (axes,) = notebook.plot_bars(
@@ -136,3 +106,10 @@ def test_bars_are_as_long_as_their_values():
     assert [label.get_text() for label in axes.get_yticklabels()] == list(values)
     assert [line.get_xdata()[0] for line in axes.lines if len(line.get_xdata())] == [3.0, 2.0]
     assert axes.get_xlabel() == "x / s"
+
+
+def test_a_mark_behind_a_bar_moves_its_text_and_a_far_one_does_not():
+    values, marks = {"near": 9.5, "far": 1.0}, {"near": 10.0, "far": 10.0}
+    (axes,) = notebook.plot_bars("t", values, "x / s", marks=marks, mark="m").axes
+    assert [text.xy[0] for text in axes.texts] == [10.0, 1.0]
+    assert axes.get_xlim()[1] > 10.0

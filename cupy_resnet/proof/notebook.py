@@ -182,21 +182,24 @@ def plot_bars(
         mark: what that line is.
     """
     figure, axes = new_figure(title, height=1.4 + 0.3 * len(values))
+    longest = max([*values.values(), *(behind or {}).values(), *(marks or {}).values()])
     for y, (name, value) in enumerate(values.items()):
         back = (behind or {}).get(name, 0.0)
         axes.barh(y, back, height=0.62, color="#E3E3E3")
         axes.barh(y, value, height=0.34 if behind else 0.62, color=OKABE_ITO["blue"])
         end, note = max(value, back), (notes or {}).get(name, f"{value:.1f}")
+        if marks and 0 <= marks[name] - end < 0.08 * longest:
+            end = marks[name]  # else the line would cross the text
         axes.annotate(note, (end, y), (4, 0), textcoords="offset points", va="center", fontsize=8.5)
         if marks:
             axes.plot([marks[name]] * 2, [y - 0.4, y + 0.4], color=OKABE_ITO["vermilion"], linewidth=2.5)
     if marks:
         axes.plot([], [], color=OKABE_ITO["vermilion"], linewidth=2.5, label=mark)
-        axes.legend(loc="upper right", frameon=False, fontsize=9)
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     axes.set_yticks(range(len(values)), list(values))
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set_xlim(0, (1.35 if notes else 1.08) * max([*values.values(), *(behind or {}).values()]))
+    axes.set_xlim(0, (1.35 if notes else 1.08) * longest)
     axes.set_xlabel(axis)
     return figure
 
@@ -210,9 +213,10 @@ def measure_here(problem: Conv2dProblem, variant: str, config: Any, samples: int
     from ..conv2d.variants import VARIANTS, Filter, Operands
     from ..engines.cuda_engine import CudaEngine
 
-    ops, normal = CudaEngine(), np.random.default_rng(0).standard_normal
-    x, weight = (ops.asarray(normal(shape, np.float32)) for shape in (problem.input_shape, problem.filter_shape))
-    y = cupy.empty(problem.output_shape, cupy.float32)
+    ops, normal = CudaEngine(precision=problem.precision), np.random.default_rng(0).standard_normal
+    # Both in the type that the engine stores filters in, which is the activations' as well.
+    x, weight = (ops.filter(normal(shape, np.float32)).weight for shape in (problem.input_shape, problem.filter_shape))
+    y = cupy.empty(problem.output_shape, problem.arithmetic.storage)
     call = partial(VARIANTS[variant].launch, problem, Operands(x, Filter(weight), None, None, y, False), config)
     clock = CudaClock(ops.device)
     call()  # compiles
