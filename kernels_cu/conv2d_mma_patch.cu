@@ -1,13 +1,17 @@
 // conv2d_mma_patch: conv2d_mma for stride 1, with the input of a tile kept in shared memory for all taps of the filter.
 // @solves 2-D convolution of stride 1 on tensor cores, each input value fetched once per tile (fp16, bf16, TF32, fp32-accurate)
 // @arch sm_80
+// @arch_if SPLIT_K_CLUSTER=2 sm_90
+// @arch_if SPLIT_K_CLUSTER=4 sm_90
+// @arch_if SPLIT_K_CLUSTER=8 sm_90
 //
 // Equation   as conv2d_direct with stride 1, dilation 1, one group; sums in fp32.
 // GEMM view  as conv2d_mma, but the depth is ordered (channel slice, r, s, channel in slice).
 // Layouts    x NHWC, filter KRSC, residual and y NPQK, all ELEMENT; bias K in fp32.
-// Grid       x: tiles of filters × tiles of pixels (filters fastest); z: slices of the depth (split-K).
-//            Block 32 · (TILE_M / WARP_M) · (TILE_N / WARP_N) threads.
-// Shared     min(2, slices of C) · patch_rows · (Q + S − 1) · 128 + NUM_STAGES · TILE_N · 128 + 8 · patch_rows bytes, dynamic.
+// Grid       x: tiles of filters × tiles of pixels (filters fastest); z: slices of the depth (split-K), SPLIT_K_CLUSTER where
+//            that is more than 1. Block 32 · (TILE_M / WARP_M) · (TILE_N / WARP_N) threads.
+// Shared     min(2, slices of C) · patch_rows · (Q + S − 1) · 128 + NUM_STAGES · TILE_N · 128 + 8 · patch_rows bytes,
+//            dynamic; in a cluster 4 · TILE_M · TILE_N more.
 // Requires   C a multiple of VECTOR = PER_CHUNK, K a multiple of 8.
 // This rung  against conv2d_mma: the rows of the im2col matrix that a tile needs overlap: each input value occurs R·S times
 //            in them. Here the padded rows of the image below the tile, the patch, are brought to shared memory once per
@@ -18,15 +22,16 @@
 #include "dependent_launch.cuh"
 
 #ifndef TILE_M
-#define ELEMENT Half    // of input, filter, residual, output: Half, BFloat16 or float
-#define PRODUCTS 1      // TF32 products per fp32 product: 1, or 3 (ELEMENT float only)
-#define TILE_M 128      // pixels per block
-#define TILE_N 128      // filters per block
-#define WARP_M 64       // pixels per warp
-#define WARP_N 64       // filters per warp
-#define NUM_STAGES 3    // slices of the filter in shared memory
-#define VECTOR 8        // elements per global load: those of 16 bytes
-#define MIN_BLOCKS 2    // blocks per multiprocessor that registers must allow
+#define ELEMENT Half       // of input, filter, residual, output: Half, BFloat16 or float
+#define PRODUCTS 1         // TF32 products per fp32 product: 1, or 3 (ELEMENT float only)
+#define TILE_M 128         // pixels per block
+#define TILE_N 128         // filters per block
+#define WARP_M 64          // pixels per warp
+#define WARP_N 64          // filters per warp
+#define NUM_STAGES 3       // slices of the filter in shared memory
+#define VECTOR 8           // elements per global load: those of 16 bytes
+#define MIN_BLOCKS 2       // blocks per multiprocessor that registers must allow
+#define SPLIT_K_CLUSTER 1  // slices that meet in a cluster, or 1: any number meets in the workspace
 #endif
 #include "mma_tile.cuh"
 
@@ -47,7 +52,7 @@ struct PaddedRows {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void SLICES_IN_A_CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     conv2d_mma_patch(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ filter, const float* __restrict__ bias,
                      const ELEMENT* residual, ELEMENT* y, float* workspace, int* counters, const int patch_rows,
                      const Conv2dParams params) {
@@ -61,18 +66,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const PaddedRows padded(params);
     const int patch_pixels = patch_rows * padded.columns;
     unsigned char* const filter_stages = shared + min(channel_slices, 2) * patch_pixels * ROW_BYTES;
-    long long* const row_offsets = reinterpret_cast<long long*>(filter_stages + NUM_STAGES * TILE_N * ROW_BYTES);
+    unsigned char* const received = filter_stages + NUM_STAGES * TILE_N * ROW_BYTES;
+    long long* const row_offsets = reinterpret_cast<long long*>(received + RECEIVED_BYTES);
 
-    // Where in x each row of the patch begins, or a negative multiple of 16 bytes for a row of padding.
     const int last_m = min(m0 + TILE_M, params.gemm_m) - 1;
     const int top = padded.first_row(params, m0), rows = padded.first_row(params, last_m) + params.R - top;
-    for (int i = threadIdx.x; i < rows; i += THREADS) {
-        const int n = (top + i) / padded.rows, h = (top + i) % padded.rows - params.pad_h;
-        const bool valid = h >= 0 && h < params.H;
-        row_offsets[i] = valid ? (static_cast<long long>(n) * params.H + h) * params.W * params.C : -64;
-    }
-    __syncthreads();
-
     const int column = threadIdx.x % COLUMNS;
     const auto load_patch = [&](int channel_slice) {
         if (channel_slice > last_channels) return;
@@ -108,19 +106,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     };
 
     let_next_kernel_start();
+#if SPLIT_K_CLUSTER > 1
+    ClusterReduction::begin();
+#endif
 #pragma unroll
     for (int slice = 0; slice < NUM_STAGES - 1; ++slice) load_filters(slice);  // they do not depend on earlier kernels
+
+    // Where in x each row of the patch begins, or a negative multiple of 16 bytes for a row of padding.
+    for (int i = threadIdx.x; i < rows; i += THREADS) {
+        const int n = (top + i) / padded.rows, h = (top + i) % padded.rows - params.pad_h;
+        const bool valid = h >= 0 && h < params.H;
+        row_offsets[i] = valid ? (static_cast<long long>(n) * params.H + h) * params.W * params.C : -64;
+    }
+    __syncthreads();
     wait_for_earlier_kernels();
     load_patch(first_channels);
     copy_async_commit();
     load_patch(first_channels + 1);  // with the second slice, the first that may need it
 #pragma unroll
     for (int slice = 1; slice < NUM_STAGES - 1; ++slice) copy_async_commit();
-    prefetch_residual(residual, params, m0, n0, 0);
 
-    // Lanes 0–15 give the rows of a 16-row block of pixels to ldmatrix, lanes 16–31 the same rows 16 bytes further.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
+    const Epilogue8<ELEMENT> epilogue{bias, residual, params.relu};
+    EpilogueInputs inputs[FRAGMENTS_N / 4];
+    if constexpr (INPUTS_EARLY) {
+#pragma unroll
+        for (int j = 0; j < FRAGMENTS_N; j += 4) inputs[j / 4].load(epilogue, params, m0 + warp_m, n0 + warp_n + j * 8, 0);
+    } else {
+        prefetch_residual(residual, params, m0, n0, 0);
+    }
+
+    // Lanes 0–15 give the rows of a 16-row block of pixels to ldmatrix, lanes 16–31 the same rows 16 bytes further.
     int window[FRAGMENTS_M];  // where in the patch the windows of this lane's rows begin
 #pragma unroll
     for (int i = 0; i < FRAGMENTS_M; ++i) {
@@ -177,6 +194,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
     }
     copy_async_wait<0>();
+#if SPLIT_K_CLUSTER > 1
+    ClusterReduction::finish(accumulator, received, warp_m, warp_n, epilogue, y, params, m0, n0, 0);
+#else
     if (gridDim.z > 1 && !accumulator.reduce(workspace, counters)) return;
-    accumulator.store({bias, residual, params.relu}, y, params, m0 + warp_m, n0 + warp_n, 0);
+    accumulator.store<INPUTS_EARLY>(inputs, epilogue, y, params, m0 + warp_m, n0 + warp_n, 0);
+#endif
 }

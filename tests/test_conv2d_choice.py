@@ -278,7 +278,9 @@ def test_candidates_are_compiled_forms_that_fit_the_device(name: str) -> None:
 
 def compiled_form(config: object) -> object:
     """The configuration without what is decided at launch."""
-    return replace(config, split_k_slices=1, merged_groups=1) if isinstance(config, MmaConfig) else config
+    if not isinstance(config, MmaConfig):
+        return config
+    return replace(config, split_k_slices=config.split_k_slices if config.cluster else 1, merged_groups=1)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -37,9 +37,9 @@ SHAPES = (
 choose = partial(heuristics.choose, use_tables=False)
 
 
-def compiled_form(config: MmaConfig) -> MmaConfig:
-    """The configuration without what is decided at launch."""
-    return replace(config, split_k_slices=1, merged_groups=1)
+def tile_of(config: MmaConfig) -> MmaConfig:
+    """The configuration with its depth in one piece."""
+    return replace(config, split_k_slices=1, merged_groups=1, cluster=False)
 
 
 RESNEXT = replace(LARGE, C=128, K=128, groups=32)
@@ -96,7 +96,7 @@ def test_the_depth_is_cut_into_parts_that_all_have_work(precision: str) -> None:
     for shape in (*SHAPES, RESNEXT):
         for N in (0, 1, 2, 256):
             problem = replace(shape, N=N, precision=precision)
-            by_form: dict[object, list[int]] = {}
+            by_tile: dict[object, list[int]] = {}
             patch = VARIANTS["conv2d_mma_patch"]
             candidates = list(VARIANTS["conv2d_mma"].candidates(problem, H100))
             candidates += patch.candidates(problem, H100) if patch.supports(problem, H100)[0] else []
@@ -105,9 +105,9 @@ def test_the_depth_is_cut_into_parts_that_all_have_work(precision: str) -> None:
                 if config.split_k_slices > 1:
                     assert config.split_k_slices * config.tile_k < merged.gemm_k + config.tile_k, config
                     assert tile_count(merged, config) * config.split_k_slices <= 4 * H100.sm_count, config
-                by_form.setdefault((compiled_form(config), config.merged_groups), []).append(config.split_k_slices)
+                by_tile.setdefault((tile_of(config), config.merged_groups), []).append(config.split_k_slices)
                 seen.add(config.split_k_slices)
-            assert all(slices[0] == 1 and slices == sorted(set(slices)) for slices in by_form.values())
+            assert all(slices[0] == 1 and slices == sorted(set(slices)) for slices in by_tile.values())
     assert seen == {1, 2, 3, 4, 6, 8, 12, 16}
 
 

@@ -1,6 +1,7 @@
 """How a convolution kernel is specialised: frozen configurations, each a set of ``#define``s. Imports no CuPy."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from .precision import PRECISIONS
@@ -116,6 +117,8 @@ class MmaConfig:
         aligned: whether 16 bytes are loaded and stored at once, or element by element.
         split_k_slices: blocks that share a tile, each computing a part of the depth.
         merged_groups: groups computed as one, with a filter that is zero between them.
+        cluster: whether the blocks that share a tile form a cluster. Its size is fixed when the kernel is compiled;
+            other numbers of slices are decided at launch.
     """
 
     precision: str
@@ -128,6 +131,7 @@ class MmaConfig:
     aligned: bool = True
     split_k_slices: int = 1
     merged_groups: int = 1
+    cluster: bool = False
 
     ROW_BYTES = 128
 
@@ -152,6 +156,7 @@ class MmaConfig:
             "NUM_STAGES": self.stages,
             "VECTOR": 16 // arithmetic.element_size if self.aligned else 1,
             "MIN_BLOCKS": self.min_blocks,
+            "SPLIT_K_CLUSTER": self.split_k_slices if self.cluster else 1,
         }
 
     def __str__(self) -> str:
@@ -159,7 +164,7 @@ class MmaConfig:
         if not self.aligned:
             text += ", element by element"
         if self.split_k_slices > 1:
-            text += f", split-K {self.split_k_slices}"
+            text += f", split-K {self.split_k_slices}{' in a cluster' if self.cluster else ''}"
         if self.merged_groups > 1:
             text += f", {self.merged_groups} groups as one"
         return text
@@ -347,7 +352,7 @@ MMA = tuple(
     for precision in ("fp16", "bf16", "tf32", "fp32-tc")
     for tile in ((64, 64, 32, 32, 2, 2), (64, 32, 16, 32, 2, 2))
 )
-"""Every form in which conv2d_mma is compiled."""
+"""Every form in which conv2d_mma is compiled, but for clusters."""
 
 MMA_PATCH_TILES = (
     (256, 128, 64, 64, 3, 1),
@@ -368,7 +373,24 @@ MMA_PATCH = tuple(
     for precision in ("fp16", "bf16", "tf32", "fp32-tc")
     for tile in (MMA_FP32_TC_TILES if precision == "fp32-tc" else MMA_PATCH_TILES)
 )
-"""Every form in which conv2d_mma_patch is compiled."""
+"""Every form in which conv2d_mma_patch is compiled, but for clusters."""
+
+CLUSTER_SIZES = (2, 4, 8)
+"""Slices of split-K that meet in a cluster; larger ones not every GPU with clusters has."""
+
+
+def in_clusters(forms: Iterable[MmaConfig]) -> tuple[MmaConfig, ...]:
+    """Returns the forms in clusters of each size, of those tiles that keep a few multiprocessors busy longest."""
+    return tuple(
+        replace(form, split_k_slices=size, cluster=True)
+        for form in forms
+        if form.aligned and form.tile_m * form.tile_n <= 64 * 64 and form.min_blocks == 2
+        for size in CLUSTER_SIZES
+    )
+
+
+MMA_IN_CLUSTERS, MMA_PATCH_IN_CLUSTERS = in_clusters(MMA), in_clusters(MMA_PATCH)
+"""The forms of both in which split-K's slices meet in a cluster."""
 
 WMMA_TILES = (
     # (tile_m, tile_n, warp_m, warp_n, min_blocks), aligned

@@ -70,6 +70,10 @@ LAUNCH_MICROSECONDS = 2.0
 REDUCE_BYTES_PER_MICROSECOND = 1.5e5
 """At which a single block adds up the partial sums of split-K."""
 
+CLUSTER_MICROSECONDS = 0.5
+CLUSTER_BYTES_PER_MICROSECOND = 5.0e4
+"""For the barrier of split-K in a cluster, and at which a block passes on its partial sums: guesses."""
+
 
 def _tensor_core_microseconds(
     problem: Conv2dProblem, device: Device, config: configs.MmaConfig | configs.WmmaConfig
@@ -89,7 +93,9 @@ def _tensor_core_microseconds(
     if last:
         arithmetic += max(last * per_step, STEP_MICROSECONDS) * steps
     reduce = 0.0
-    if slices > 1:
+    if isinstance(config, configs.MmaConfig) and config.cluster:
+        reduce = CLUSTER_MICROSECONDS + config.tile_m * config.tile_n * 4 / CLUSTER_BYTES_PER_MICROSECOND
+    elif slices > 1:
         partial = slices * config.tile_m * config.tile_n * 4  # bytes of a tile's partial sums, written and read again
         reduce = 1.0 + partial / REDUCE_BYTES_PER_MICROSECOND + 2 * partial * (blocks // slices) / BANDWIDTH
     return max(arithmetic, problem.bytes / BANDWIDTH) + reduce + LAUNCH_MICROSECONDS

@@ -22,6 +22,10 @@ MERGED_CHANNELS = 32
 """Channels per group up to which neighbouring groups are worth computing as one."""
 
 SPLIT_K_SLICES = (2, 3, 4, 6, 8, 12, 16)
+CLUSTERS_SINCE = (9, 0)
+"""Compute capability from which on blocks can form a cluster."""
+
+IN_CLUSTERS = frozenset(configs.MMA_IN_CLUSTERS + configs.MMA_PATCH_IN_CLUSTERS)
 
 
 def is_aligned(problem: Conv2dProblem) -> bool:
@@ -87,14 +91,14 @@ class Mma(Variant):
         return super().supports(problem, device)
 
     def configurations(self) -> Sequence[configs.MmaConfig]:
-        return configs.MMA
+        return configs.MMA + configs.MMA_IN_CLUSTERS
 
     def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.MmaConfig]:
         return [
-            replace(config, split_k_slices=slices, merged_groups=merged)
+            replace(config, merged_groups=merged)
             for merged in sorted({1, merged_groups(problem)})
-            for config in self._tiles(as_merged(problem, merged), device)
-            for slices in split_k_slices(as_merged(problem, merged), device, config)
+            for tile in self._tiles(as_merged(problem, merged), device)
+            for config in with_split_k(as_merged(problem, merged), device, tile)
         ]
 
     @staticmethod
@@ -140,20 +144,20 @@ class MmaPatch(Variant):
             return False, f"needs more shared memory for rows of {problem.W} pixels than {device.name} has"
         return True, ""
 
-    def configurations(self) -> Sequence[configs.MmaPatchConfig]:
-        return configs.MMA_PATCH
+    def configurations(self) -> Sequence[configs.MmaConfig]:
+        return configs.MMA_PATCH + configs.MMA_PATCH_IN_CLUSTERS
 
-    def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.MmaPatchConfig]:
+    def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.MmaConfig]:
         return [
-            replace(config, split_k_slices=slices)
-            for config in configs.MMA_PATCH
-            if config.precision == problem.precision
-            and patch_arrives_in_time(problem, config)
-            and shared_memory(problem, config) <= device.shared_memory_per_block
-            for slices in split_k_slices(problem, device, config)
+            config
+            for tile in configs.MMA_PATCH
+            if tile.precision == problem.precision
+            and patch_arrives_in_time(problem, tile)
+            and shared_memory(problem, tile) <= device.shared_memory_per_block
+            for config in with_split_k(problem, device, tile)
         ]
 
-    def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.MmaPatchConfig) -> None:
+    def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.MmaConfig) -> None:
         rows = np.int32(patch_rows(problem, config.tile_m))
         _launch_mma(self.name, problem, operands, operands.filter.weight, config, (rows,))
 
@@ -239,7 +243,7 @@ def _launch_mma(
     tiles = blocks(problem.gemm_m, config.tile_m) * blocks(problem.gemm_n, config.tile_n)
     grid = (tiles, problem.groups, config.split_k_slices)
     workspace, arrived = NULL, NULL
-    if config.split_k_slices > 1:
+    if config.split_k_slices > 1 and not config.cluster:
         import cupy
 
         floats = tiles * problem.groups * config.split_k_slices * config.tile_m * config.tile_n
@@ -251,11 +255,12 @@ def _launch_mma(
 
 def shared_memory(problem: Conv2dProblem, config: configs.MmaConfig) -> int:
     """Returns the bytes of dynamic shared memory per block of conv2d_mma or conv2d_mma_patch."""
+    received = 4 * config.tile_m * config.tile_n if config.cluster else 0
     if not isinstance(config, configs.MmaPatchConfig):
-        return config.stages * (config.tile_m + config.tile_n) * config.ROW_BYTES + 16 * config.tile_m
+        return config.stages * (config.tile_m + config.tile_n) * config.ROW_BYTES + 16 * config.tile_m + received
     rows = patch_rows(problem, config.tile_m)
     pixels = min(2, blocks(problem.C, config.tile_k)) * rows * (problem.Q + problem.S - 1)
-    return (pixels + config.stages * config.tile_n) * config.ROW_BYTES + 8 * rows
+    return (pixels + config.stages * config.tile_n) * config.ROW_BYTES + 8 * rows + received
 
 
 def patch_rows(problem: Conv2dProblem, tile_m: int) -> int:
@@ -274,14 +279,22 @@ def patch_arrives_in_time(problem: Conv2dProblem, config: configs.MmaPatchConfig
     return config.stages - 1 <= problem.R * problem.S or blocks(problem.C, config.tile_k) <= 2
 
 
-def split_k_slices(problem: Conv2dProblem, device: Device, config: configs.MmaConfig) -> Iterator[int]:
-    """Yields into how many parts the depth may be cut: only as many as give every multiprocessor something."""
-    yield 1
-    tiles = tile_count(problem, config)
+def with_split_k(problem: Conv2dProblem, device: Device, tile: configs.MmaConfig) -> Iterator[configs.MmaConfig]:
+    """Yields a tile's form with the whole depth, and with as many slices as give every multiprocessor something.
+
+    They meet in a cluster wherever there is such a form and the GPU can run it.
+    """
+    yield tile
+    tiles = tile_count(problem, tile)
     for slices in SPLIT_K_SLICES:
-        useful = tiles * slices <= 4 * device.sm_count and slices <= blocks(problem.gemm_k, config.tile_k)
-        if useful and tiles <= COUNTERS:
-            yield slices
+        useful = tiles * slices <= 4 * device.sm_count and slices <= blocks(problem.gemm_k, tile.tile_k)
+        if not useful or tiles > COUNTERS:
+            continue
+        split = replace(tile, split_k_slices=slices)
+        together = replace(split, cluster=True)
+        fits = shared_memory(problem, together) <= device.shared_memory_per_block
+        runs = together in IN_CLUSTERS and device.compute_capability >= CLUSTERS_SINCE
+        yield together if fits and runs else split
 
 
 def as_merged(problem: Conv2dProblem, count: int) -> Conv2dProblem:

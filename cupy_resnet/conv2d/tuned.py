@@ -19,7 +19,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import MISSING, asdict, astuple, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -71,8 +71,11 @@ class Entry:
         return self.problem, self.spread_nan
 
     def config_among(self, candidates: Sequence[Config]) -> Config | None:
-        """Returns the candidate with the fields of `config`, or None."""
-        return next((candidate for candidate in candidates if config_fields(candidate) == self.config), None)
+        """Returns the first candidate with the fields of `config`, or None.
+
+        A field with a default that `config` lacks is newer than the table, and may have any value.
+        """
+        return next((candidate for candidate in candidates if _has(candidate, self.config)), None)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the entry as it is written to JSON; fields of the problem that have their default are left out."""
@@ -103,6 +106,12 @@ class Entry:
 def config_fields(config: Config) -> dict[str, Any]:
     """Returns a configuration's fields, by which tables name it."""
     return asdict(config)  # type: ignore[call-overload]  # configurations are dataclasses
+
+
+def _has(config: Config, named: Mapping[str, Any]) -> bool:
+    """Whether a configuration has the fields `named`, and no others without a default."""
+    newer = {f.name for f in fields(config) if f.default is not MISSING} - named.keys()  # type: ignore[arg-type]
+    return {name: value for name, value in config_fields(config).items() if name not in newer} == named
 
 
 @dataclass(frozen=True)

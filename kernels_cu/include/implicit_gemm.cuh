@@ -71,6 +71,38 @@ struct ChunkLoader {
         position.advance(COLUMNS * PER_CHUNK<Element>, params);
     }
 
+    // Where a slice of pixels comes from: a source for each of a thread's rows, and whether it is read or zeros come instead.
+    template <int ROWS>
+    struct PixelSources {
+        const Element* sources[ROWS / ROW_STEP];
+        bool valid[ROWS / ROW_STEP];
+    };
+
+    // PER_LOAD > 1: load_pixels in two parts, of which the first reads nothing of x.
+    template <int ROWS>
+    __device__ __forceinline__ PixelSources<ROWS> pixel_sources(const Element* x, const PixelRow* rows) const {
+        PixelSources<ROWS> found;
+        const int row0 = threadIdx.x / COLUMNS;
+        const int dh = position.r * params.dilation_h, dw = position.s * params.dilation_w;
+        const int to_tap = (dh * params.W + dw) * params.C + position.c;
+#pragma unroll
+        for (int i = 0; i < ROWS / ROW_STEP; ++i) {
+            const PixelRow row = rows[row0 + i * ROW_STEP];
+            found.valid[i] = depth < params.gemm_k && inside(row.h + dh, row.w + dw);
+            found.sources[i] = x + row.offset + to_tap;
+        }
+        return found;
+    }
+
+    template <int ROWS>
+    static __device__ __forceinline__ void copy_pixels(unsigned char* stage, const PixelSources<ROWS>& from) {
+        unsigned char* const destination = stage + swizzled(threadIdx.x / COLUMNS, threadIdx.x % COLUMNS);
+#pragma unroll
+        for (int i = 0; i < ROWS / ROW_STEP; ++i) {
+            copy_async<16>(destination + i * ROW_STEP * ROW_BYTES, from.sources[i], from.valid[i]);
+        }
+    }
+
     template <int ROWS>
     __device__ __forceinline__ void load_pixels(unsigned char* stage, const Element* x, const PixelRow* rows) const {
         static_assert(ROWS % ROW_STEP == 0, "passes must cover the rows");

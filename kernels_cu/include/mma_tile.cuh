@@ -1,8 +1,23 @@
 // A tile of the matrix product on tensor cores, as conv2d_mma and conv2d_mma_patch share it: fragments, sums, epilogue.
 //
-// The including file defines ELEMENT, PRODUCTS, TILE_M, TILE_N, WARP_M, WARP_N and VECTOR.
+// The including file defines ELEMENT, PRODUCTS, TILE_M, TILE_N, WARP_M, WARP_N, VECTOR, MIN_BLOCKS and SPLIT_K_CLUSTER.
+//
+// Split-K cuts the depth into slices, each the work of a block. They meet in one of two ways:
+//
+// * SPLIT_K_CLUSTER = 1: in a workspace in L2, by any number of slices (`Accumulator::reduce`).
+// * SPLIT_K_CLUSTER > 1: as a cluster of so many blocks, in shared memory (`ClusterReduction`, sm_90 and newer).
 #pragma once
 
+#if SPLIT_K_CLUSTER > 1
+#include "cluster.cuh"
+#include "tensor_memory.cuh"
+#ifndef SPLIT_K_ASYNC
+#define SPLIT_K_ASYNC 0  // 1: each partial sum is announced to its block's own barrier, instead of one barrier of the cluster
+#endif
+#define SLICES_IN_A_CLUSTER __cluster_dims__(1, 1, SPLIT_K_CLUSTER)
+#else
+#define SLICES_IN_A_CLUSTER
+#endif
 #include "conv2d_params.cuh"
 #include "element.cuh"
 #include "epilogue.cuh"
@@ -46,6 +61,33 @@ struct Fragments {
         for (int j = 0; j < FRAGMENTS_N; ++j) round_to_tf32(filters[j]);
     }
 };
+
+// What the epilogue adds to the outputs that a lane stores of 32 columns: 8 neighbouring ones in each of ROWS rows.
+struct EpilogueInputs {
+    static constexpr int ROWS = 2 * FRAGMENTS_M;  // of 8 pixels: their 8 lanes
+
+    float bias[8];
+    Chunk residuals[ROWS][Epilogue8<ELEMENT>::CHUNKS];
+
+    // For rows `m` and columns `n` (of the group) on.
+    __device__ __forceinline__ void load(const Epilogue8<ELEMENT>& epilogue, const Conv2dParams& params, int m, int n,
+                                         int group) {
+        const int lane = threadIdx.x % 32, column = n + lane % 4 * 8;
+        const int k = group * params.group_filters + column;
+        const int columns = min(max(params.group_filters - column, 0), 8);
+        epilogue.load_bias(bias, k, columns);
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            const int pixel = min(m + row * 8 + lane / 4, params.gemm_m - 1);
+            epilogue.load_residual<(VECTOR > 1)>(residuals[row], static_cast<long long>(pixel) * params.K + k, columns);
+        }
+    }
+};
+
+// Whether they are loaded while the sums are formed, rather than after: where registers are left for them. So it is with
+// small tiles, of which there are few, so that nothing else hides the time that they take to come.
+constexpr bool INPUTS_EARLY = VECTOR > 1 && PRODUCTS == 1 && SPLIT_K_CLUSTER == 1 && FRAGMENTS_M * FRAGMENTS_N <= 8 &&
+                              THREADS * MIN_BLOCKS <= 512;
 
 struct Accumulator {
     static constexpr int FRAGMENTS = FRAGMENTS_M * FRAGMENTS_N;
@@ -129,27 +171,22 @@ struct Accumulator {
         return true;
     }
 
-    // Applies the epilogue to rows `m` and columns `n` (of the group, this warp's first) on, and stores.
-    __device__ __forceinline__ void store(const Epilogue8<ELEMENT>& epilogue, ELEMENT* y, const Conv2dParams& params, int m,
-                                          int n, int group) const {
+    // Applies the epilogue to rows `m` and columns `n` (of the group, this warp's first) on, and stores. LOADED: `inputs` are
+    // there already.
+    template <bool LOADED>
+    __device__ __forceinline__ void store(EpilogueInputs (&inputs)[FRAGMENTS_N / 4], const Epilogue8<ELEMENT>& epilogue,
+                                          ELEMENT* y, const Conv2dParams& params, int m, int n, int group) const {
         constexpr bool WHOLE = VECTOR > 1;
-        constexpr int ROWS = 2 * FRAGMENTS_M;  // of 8 pixels: their 8 lanes
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int j = 0; j < FRAGMENTS_N; j += 4) {
+            EpilogueInputs& input = inputs[j / 4];
+            if constexpr (!LOADED) input.load(epilogue, params, m, n + j * 8, group);
             const int column = n + j * 8 + lane % 4 * 8;
             const int k = group * params.group_filters + column;
             const int columns = min(max(params.group_filters - column, 0), 8);
-            float bias[8];
-            epilogue.load_bias(bias, k, columns);
-            Chunk residuals[ROWS][Epilogue8<ELEMENT>::CHUNKS];
 #pragma unroll
-            for (int row = 0; row < ROWS; ++row) {
-                const int pixel = min(m + row * 8 + lane / 4, params.gemm_m - 1);
-                epilogue.load_residual<WHOLE>(residuals[row], static_cast<long long>(pixel) * params.K + k, columns);
-            }
-#pragma unroll
-            for (int row = 0; row < ROWS; ++row) {
+            for (int row = 0; row < EpilogueInputs::ROWS; ++row) {
                 float values[4][2];
 #pragma unroll
                 for (int f = 0; f < 4; ++f) {
@@ -160,7 +197,7 @@ struct Accumulator {
                 const int pixel = m + row * 8 + lane / 4;
                 if (pixel < params.gemm_m) {
                     epilogue.store<WHOLE>(y, static_cast<long long>(pixel) * params.K + k, columns,
-                                          reinterpret_cast<const float(&)[8]>(values), bias, residuals[row]);
+                                          reinterpret_cast<const float(&)[8]>(values), input.bias, input.residuals[row]);
                 }
             }
         }
@@ -185,11 +222,131 @@ struct Accumulator {
     }
 };
 
+#if SPLIT_K_CLUSTER > 1
+// Split-K in a cluster: the blocks of a tile, one per slice of the depth, each finish TILE_M / SPLIT_K_CLUSTER of its rows.
+// Partial sums are written right into the shared memory of the block that adds them up, where room is kept for them: a
+// single barrier lies between the last product and the output, and bias and residual are fetched while it completes.
+struct ClusterReduction {
+    static constexpr int ROWS = TILE_M / SPLIT_K_CLUSTER;  // of the tile, for each block
+    static constexpr int EIGHTS = TILE_N / 8;              // in a row: 8 neighbouring outputs are finished by one thread
+    static constexpr int PASSES = (ROWS * EIGHTS + THREADS - 1) / THREADS;
+    static constexpr int ROW_SIZE = TILE_N * 4;
+    static constexpr int BYTES = SPLIT_K_CLUSTER * ROWS * ROW_SIZE;  // what a block receives: [slice][row][column] fp32
+    static_assert(TILE_M % SPLIT_K_CLUSTER == 0, "all blocks have as many rows");
+    static_assert(THREADS % EIGHTS == 0, "a thread's outputs lie below each other");
+
+    // Call once, at the beginning.
+    static __device__ __forceinline__ void begin() {
+        if (SPLIT_K_ASYNC && threadIdx.x == 0) {
+            barrier_init(all_received(), 1);
+            barrier_init_done();
+            barrier_arrive_expecting(all_received(), BYTES);
+        }
+        __syncwarp();
+        cluster_arrive_relaxed();
+    }
+
+    // Adds up the partial sums of all blocks in the order of the depth, so that the result is the same every time, applies
+    // the epilogue to this block's share of the tile at row m0 and column n0 of the group, and stores it. `received`: BYTES
+    // of shared memory, at the same place in all blocks; warp_m and warp_n: of the tile, this warp's first.
+    static __device__ __forceinline__ void finish(const Accumulator& accumulator, unsigned char* received, int warp_m,
+                                                  int warp_n, const Epilogue8<ELEMENT>& epilogue, ELEMENT* y,
+                                                  const Conv2dParams& params, int m0, int n0, int group) {
+        constexpr bool WHOLE = VECTOR > 1;
+        cluster_wait();  // all blocks have begun: hardly ever is there anything to wait for, by now
+        send(accumulator, shared_address(received), warp_m, warp_n);
+        if (!SPLIT_K_ASYNC) cluster_arrive();
+
+        const int eight = threadIdx.x % EIGHTS, column = n0 + eight * 8;
+        const int k = group * params.group_filters + column;
+        const int columns = min(max(params.group_filters - column, 0), 8);
+        float bias[8];
+        epilogue.load_bias(bias, k, columns);
+        Chunk residuals[PASSES][Epilogue8<ELEMENT>::CHUNKS];
+        const auto row_of = [](int pass) { return static_cast<int>(threadIdx.x) / EIGHTS + pass * (THREADS / EIGHTS); };
+        const auto pixel_of = [&](int pass) { return m0 + static_cast<int>(blockIdx.z) * ROWS + row_of(pass); };
+        const auto exists = [&](int pass) { return row_of(pass) < ROWS && pixel_of(pass) < params.gemm_m; };
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            epilogue.load_residual<WHOLE>(residuals[pass], static_cast<long long>(pixel_of(pass)) * params.K + k,
+                                          exists(pass) ? columns : 0);
+        }
+        if (SPLIT_K_ASYNC) {
+            barrier_wait(all_received(), 0);
+        } else {
+            cluster_wait();
+        }
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            if (!exists(pass)) continue;
+            float sums[8];
+            add_up(sums, received, row_of(pass), eight);
+            const long long offset = static_cast<long long>(pixel_of(pass)) * params.K + k;
+            epilogue.store<WHOLE>(y, offset, columns, sums, bias, residuals[pass]);
+        }
+    }
+
+  private:
+    // The address of a barrier that completes when all partial sums have come.
+    static __device__ __forceinline__ unsigned all_received() {
+        __shared__ unsigned long long barrier;
+        return shared_address(&barrier);
+    }
+
+    // Where in a row its `quad`-th 4 columns lie, in bytes. The XOR spreads the rows that a warp writes at once, and the
+    // eights that it reads at once, over all banks.
+    static __device__ __forceinline__ int swizzled_quad(int row, int quad) { return (quad ^ row % 4 * 2) * 16; }
+
+    static __device__ __forceinline__ void send(const Accumulator& accumulator, unsigned received, int warp_m, int warp_n) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int half = 0; half < 2 * FRAGMENTS_M; ++half) {  // 8 rows of a fragment's 16
+            const int row = warp_m + half * 8 + lane / 4;
+            const unsigned source = received + (blockIdx.z * ROWS + row % ROWS) * ROW_SIZE;
+            const unsigned target = address_in_block(source, row / ROWS) + lane % 2 * 8;
+            const unsigned barrier = SPLIT_K_ASYNC ? address_in_block(all_received(), row / ROWS) : 0;
+#pragma unroll
+            for (int j = 0; j < FRAGMENTS_N; ++j) {
+                const float* const v = &accumulator.sums[half / 2][j][half % 2 * 2];
+                const unsigned address = target + swizzled_quad(row % ROWS, warp_n / 4 + j * 2 + lane % 4 / 2);
+                if (SPLIT_K_ASYNC) {
+                    store_in_cluster(address, v[0], v[1], barrier);
+                } else {
+                    store_in_cluster(address, v[0], v[1]);
+                }
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void add_up(float (&sums)[8], const unsigned char* received, int row, int eight) {
+        const int first = threadIdx.x / 4 % 2;  // half the lanes begin with the second 4, again because of the banks
+        float4 totals[2] = {};
+#pragma unroll
+        for (int slice = 0; slice < SPLIT_K_CLUSTER; ++slice) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const unsigned char* const source = received + (slice * ROWS + row) * ROW_SIZE;
+                const int quad = eight * 2 + (i ^ first);
+                const float4 v = *reinterpret_cast<const float4*>(source + swizzled_quad(row, quad));
+                totals[i].x += v.x, totals[i].y += v.y, totals[i].z += v.z, totals[i].w += v.w;
+            }
+        }
+        const float4 low = first ? totals[1] : totals[0], high = first ? totals[0] : totals[1];
+        sums[0] = low.x, sums[1] = low.y, sums[2] = low.z, sums[3] = low.w;
+        sums[4] = high.x, sums[5] = high.y, sums[6] = high.z, sums[7] = high.w;
+    }
+};
+constexpr int RECEIVED_BYTES = ClusterReduction::BYTES;
+#else
+constexpr int RECEIVED_BYTES = 0;
+#endif
+
 // Brings the residual of this block's tile to L2, on its way while the sums are formed. Call once its writer has finished.
+// Where the depth is cut there are so few tiles that it is in L2 still.
 __device__ __forceinline__ void prefetch_residual(const ELEMENT* residual, const Conv2dParams& params, int m0, int n0,
                                                   int group) {
     constexpr int PER_LINE = 128 / static_cast<int>(sizeof(ELEMENT)), LINES = (TILE_N + PER_LINE - 1) / PER_LINE;
-    if (!residual || blockIdx.z > 0) return;
+    if (!residual || gridDim.z > 1) return;
 #pragma unroll
     for (int i = threadIdx.x; i < TILE_M * LINES; i += THREADS) {
         const int m = m0 + i / LINES, n = n0 + i % LINES * PER_LINE;

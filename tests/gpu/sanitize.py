@@ -92,15 +92,18 @@ def numbers(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def few(candidates: Any) -> Iterator[Any]:
-    """Of a variant's configurations the largest and the smallest tile, whole and with the depth cut in three."""
+    """Of a variant's configurations the largest and the smallest tile, whole and with the depth cut in three, and one
+    whose blocks form clusters, of each size.
+    """
     groups: dict[int, dict[Any, Any]] = {}
     for config in candidates:
-        form = repr(sorted(config.defines().items()))
+        form = repr(sorted((config.defines() | {"SPLIT_K_CLUSTER": 1}).items()))
         groups.setdefault(getattr(config, "merged_groups", 1), {}).setdefault(form, []).append(config)
     for forms in groups.values():
         tiles = list(forms.values())
-        for configs in {id(tile): tile for tile in (tiles[0], tiles[-1])}.values():
-            yield from (c for c in configs if getattr(c, "split_k_slices", 1) in (1, 3))
+        clustered = [tile for tile in tiles if any(getattr(config, "cluster", False) for config in tile)]
+        for configs in {id(tile): tile for tile in (tiles[0], tiles[-1], *clustered[-1:])}.values():
+            yield from (c for c in configs if getattr(c, "cluster", False) or getattr(c, "split_k_slices", 1) in (1, 3))
 
 
 def launch_convolutions() -> None:

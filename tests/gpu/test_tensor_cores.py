@@ -10,7 +10,7 @@ import pytest
 from helpers import conv_shapes
 
 from cupy_resnet.conv2d import H100, PRECISIONS, VARIANTS, Conv2dProblem
-from cupy_resnet.conv2d.configs import MMA, MmaConfig
+from cupy_resnet.conv2d.configs import MMA, MMA_IN_CLUSTERS, MMA_PATCH, MMA_PATCH_IN_CLUSTERS, MmaConfig
 from cupy_resnet.conv2d.heuristics import fastest
 from cupy_resnet.conv2d.scratch import new_counters, scratch
 from cupy_resnet.conv2d.tensor_core_variants import SPLIT_K_SLICES
@@ -178,8 +178,15 @@ SPLIT = Conv2dProblem(N=2, H=7, W=7, C=128, K=72, R=3, S=3, pad_h=1, pad_w=1)
 """Deep enough in every precision for as many parts as there may be, with tiles of all sizes partly empty."""
 
 
+NO_CLUSTERS = replace(H100, compute_capability=(8, 0))
+"""As a GPU before them: all slices meet in the workspace."""
+
+FORMS = {"conv2d_mma": (MMA, MMA_IN_CLUSTERS), "conv2d_mma_patch": (MMA_PATCH, MMA_PATCH_IN_CLUSTERS)}
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32", "fp32-tc"])
-def test_every_tile_with_every_number_of_split_k_slices(precision: str) -> None:
+@pytest.mark.parametrize("variant", FORMS)
+def test_every_tile_with_every_number_of_split_k_slices(variant: str, precision: str) -> None:
     """Exact, again and again, with two streams at it at once: no block may meet another launch's partial sums."""
     import cupy
 
@@ -187,11 +194,14 @@ def test_every_tile_with_every_number_of_split_k_slices(precision: str) -> None:
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     for shape in (SPLIT, replace(SPLIT, C=127, K=71)):
         problem = replace(shape, precision=precision)
+        if not VARIANTS[variant].supports(problem, H100)[0]:
+            continue
         case = integer_case(shape, EXACT_UP_TO[precision])
         x, residual, filter = (stored(a, precision) for a in (case.x, case.residual, case.weight))
         expected = case.expected(bias=True, residual=True, relu=True)
         cupy.cuda.Device().synchronize()  # the other streams read what this one wrote
-        for config in VARIANTS["conv2d_mma"].candidates(problem, H100):
+        candidates = [c for gpu in (H100, NO_CLUSTERS) for c in VARIANTS[variant].candidates(problem, gpu)]
+        for config in dict.fromkeys(candidates):
             assert isinstance(config, MmaConfig)
             seen.add(config)
             results = []
@@ -199,12 +209,13 @@ def test_every_tile_with_every_number_of_split_k_slices(precision: str) -> None:
                 with streams[turn % 2]:
                     results.append(poisoned(problem.output_shape, precision))
                     operands = Operands(x, Filter(filter), case.bias, residual, results[-1], True)
-                    VARIANTS["conv2d_mma"].launch(problem, operands, config)
+                    VARIANTS[variant].launch(problem, operands, config)
             cupy.cuda.Device().synchronize()
             right = [cupy.array_equal(loaded(y), expected) for y in results]
             assert all(right), f"{config}: right were {right}"
-    forms = [config for config in MMA if config.precision == precision]
-    assert seen == {replace(form, split_k_slices=slices) for form in forms for slices in (1, *SPLIT_K_SLICES)}
+    tiles, clusters = ([form for form in forms if form.precision == precision] for forms in FORMS[variant])
+    anywhere = {replace(tile, split_k_slices=slices) for tile in tiles for slices in (1, *SPLIT_K_SLICES)}
+    assert seen == anywhere | set(clusters)
 
 
 def test_counters_of_ones_own_are_left_at_zero() -> None:
