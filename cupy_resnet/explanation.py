@@ -6,7 +6,7 @@ from typing import overload
 
 from .binding import bind_shapes
 from .conv2d import H100, PRECISIONS, Device, choose
-from .conv2d.stem import supports_stem
+from .conv2d.stem_choice import choose_stem
 from .engines.cuda_engine import resolve_precision
 from .engines.shape_engine import OpRecord, ShapeArray, ShapeEngine
 from .networks import Network
@@ -121,8 +121,8 @@ def explain(
     target = device or H100
     arithmetic = PRECISIONS[resolve_precision(precision, target, kernel) if engine == "cuda" else "fp32"]
     pixels = ShapeArray((N, H, W, C), channels_first=C > 1 and H * W > 1)  # else both layouts are the same memory
-    fused_stem = kernel == "auto" and supports_stem(arithmetic, pixels.shape, network.stem.krsc_shape, target)[0]
-    ops = ShapeEngine(arithmetic.name, fused_stem=fused_stem)
+    stem_kernel, _ = choose_stem(arithmetic, pixels.shape, network.stem.krsc_shape, target)
+    ops = ShapeEngine(arithmetic.name, fused_stem=kernel == "auto" and stem_kernel is not None)
     bind_shapes(network, fuse=fuse)(ops, pixels)
     if engine == "numpy":
         return Explanation(f"{network.name}, input {shape}, NumPy engine", [_numpy_step(r) for r in ops.records])
@@ -145,7 +145,10 @@ def _numpy_step(record: OpRecord) -> Step:
 
 def _cuda_step(record: OpRecord, device: Device, kernel: str, strict: bool) -> Step:
     if record.op == "stem":
-        return _step(record, kernel="conv2d_stem", reason="one kernel from pixels to the pooled map")
+        problem = record.problem
+        assert problem is not None
+        name, _ = choose_stem(problem.arithmetic, problem.input_shape, problem.filter_shape, device)
+        return _step(record, kernel=str(name), reason="one kernel from pixels to the pooled map")
     if record.as_conv2d is not None:
         choice = choose(record.as_conv2d, device)
     elif record.problem is not None:

@@ -1,14 +1,15 @@
 """Every form in which a kernel file is compiled: what ``cupy-resnet kernels --compile`` and the tests go through."""
 
-from .conv2d import VARIANTS, stem
+from .conv2d import VARIANTS, stem, stem_wgmma
 from .engines.cuda_engine import SPECIALISATIONS
 
 
 def configurations(source: str) -> list[dict[str, int | str]]:
     """Returns every set of ``#define``s for the kernel file `source`; ``[{}]`` for one with a single form."""
     forms: list[dict[str, int | str]] = [dict(defines) for defines in SPECIALISATIONS.get(source, ())]
-    if source == stem.SOURCE:
-        forms += stem.configurations()
+    for module in (stem, stem_wgmma):
+        if source == module.SOURCE:
+            forms += module.configurations()
     for variant in VARIANTS.values():
         if source in variant.sources:  # all files of a variant are compiled with the same defines
             forms += [dict(config.defines()) for config in variant.configurations()]

@@ -23,6 +23,7 @@
 //            first. The zero padding comes after normalisation, as it must.
 #include "element.cuh"
 #include "normalize.cuh"
+#include "stem_params.cuh"
 #include "tensor_core.cuh"
 
 #ifndef CHANNELS
@@ -31,12 +32,6 @@
 #define INPUT float    // of x: unsigned char, float, Half or BFloat16
 #define CHANNELS 3     // 1 to 4
 #endif
-
-struct StemParams {
-    int N, H, W, K;                                          // input (NHWC with CHANNELS) and output channels
-    int P, Q, PP, PQ;                                        // size of the convolution's and of the pooled map
-    long long stride_n, stride_h, stride_w, stride_c;        // of x, in elements
-};
 
 constexpr int R = 7, S = 7, THREADS = 256, TILE_FILTERS = 64;
 constexpr int POOLED_ROWS = 7, POOLED_COLUMNS = 8;                                      // of a tile

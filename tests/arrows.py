@@ -92,6 +92,7 @@ ARROWS = {
     "conv2d.tensor_maps": {"errors"},
     "conv2d.wgmma_patch": {"jit"},
     "conv2d.stem": {"jit"},
+    "conv2d.stem_wgmma": {"jit"},
     "conv2d.heuristics": {"_names", "errors"},
     "conv2d.tuned": {"environment", "jit"},
     "tuning": {

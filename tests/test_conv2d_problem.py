@@ -238,7 +238,7 @@ def struct_fields(path: Path, struct: str) -> dict[str, str]:
     [
         (PARAMS_DTYPE, "include/conv2d_params.cuh", "Conv2dParams"),
         (POOL2D_DTYPE, "include/pool2d.cuh", "Pool2dParams"),
-        (stem.PARAMS_DTYPE, "conv2d_stem.cu", "StemParams"),
+        (stem.PARAMS_DTYPE, "include/stem_params.cuh", "StemParams"),
     ],
     ids=["Conv2dParams", "Pool2dParams", "StemParams"],
 )

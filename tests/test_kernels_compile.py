@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cupy_resnet import environment, jit
-from cupy_resnet.conv2d import H100, VARIANTS, stem
+from cupy_resnet.conv2d import H100, VARIANTS, stem, stem_wgmma
 from cupy_resnet.conv2d.configs import IMPLICIT_GEMM, WGMMA, WGMMA_PATCH, WINOGRAD, Config
 from cupy_resnet.errors import CompileError
 from cupy_resnet.jit import toolchain
@@ -43,8 +43,8 @@ def form_on_h100(kernel: str, defines: dict[str, Any]) -> Form:
 
 
 def is_compiled_here(kernel: str, defines: dict[str, Any]) -> bool:
-    """Whether the tests compile a form: all but most of conv2d_stem's, which differ in how pixels are read only."""
-    return kernel != stem.SOURCE or defines["CHANNELS"] == 3 or defines["INPUT"] == "float"
+    """Whether the tests compile a form: all but most of the stems', which differ in how pixels are read only."""
+    return kernel not in (stem.SOURCE, stem_wgmma.SOURCE) or defines["CHANNELS"] == 3 or defines["INPUT"] == "float"
 
 
 def describe(value: Form) -> str:
@@ -149,6 +149,20 @@ def test_a_block_of_wgmma_fits_and_has_the_registers_that_its_warpgroups_share(c
     warpgroup = config.threads // (1 + config.CONSUMERS)
     assert int(producer) < used.registers < int(consumer)
     assert warpgroup * (int(producer) + config.CONSUMERS * int(consumer)) <= used.registers * config.threads
+
+
+def test_two_blocks_of_the_stem_on_wgmma_fit_and_have_the_registers_that_their_warpgroups_share(compiled) -> None:
+    text = load_program(find_kernel(stem_wgmma.SOURCE)).text
+    ((producer,), (consumer,)) = (
+        re.findall(rf"setmaxnreg\.{way}\.sync\.aligned\.u32 (\d+);", text) for way in ("dec", "inc")
+    )
+    for defines in filter(lambda defines: is_compiled_here(stem_wgmma.SOURCE, defines), stem_wgmma.configurations()):
+        used = compiled[form_on_h100(stem_wgmma.SOURCE, defines)].result().resources[stem_wgmma.SOURCE]
+        assert used.registers * stem_wgmma.THREADS * 2 <= REGISTERS_PER_SM
+        assert int(producer) < used.registers < int(consumer)
+        assert stem_wgmma.THREADS // 2 * (int(producer) + int(consumer)) <= used.registers * stem_wgmma.THREADS
+        shared = used.shared_memory + stem_wgmma.shared_memory(int(defines["PIXELS"]))
+        assert (shared + SHARED_RESERVED) * 2 <= SHARED_PER_SM
 
 
 @pytest.mark.parametrize(("name", "config"), [("conv2d_wgmma", WGMMA[0]), ("conv2d_wgmma_patch", WGMMA_PATCH[0])])

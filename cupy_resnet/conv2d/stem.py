@@ -30,7 +30,7 @@ PARAMS_DTYPE = np.dtype(
     [(name, np.int32) for name in ("N", "H", "W", "K", "P", "Q", "PP", "PQ")]
     + [(name, np.int64) for name in ("stride_n", "stride_h", "stride_w", "stride_c")]
 )
-"""Mirror of ``StemParams`` in kernels_cu/conv2d_stem.cu."""
+"""Mirror of ``StemParams`` in kernels_cu/include/stem_params.cuh."""
 
 
 def configurations() -> list[dict[str, int | str]]:
@@ -105,8 +105,8 @@ def launch_stem(
     """
     _, _, _, C = x.shape
     kernel = jit.get_function(SOURCE, defines=_cached_defines(precision.name, str(x.dtype), C))
-    params = _params(x.shape, tuple(stride // x.itemsize for stride in x.strides), y.shape[3])
-    grid = launch_grid(y.shape, precision, _multiprocessors(x.device.id))
+    params = stem_params(x.shape, tuple(stride // x.itemsize for stride in x.strides), y.shape[3])
+    grid = launch_grid(y.shape, precision, multiprocessors_of(x.device.id))
     vectors = (NULL, NULL) if mean is None else (mean, std)
     arguments = (x, padded_filter(filter), bias, *vectors, y, params)
     jit.launch(kernel, grid, (THREADS,), arguments, shared=_shared_memory(precision, C))
@@ -118,8 +118,8 @@ def _cached_defines(precision: str, dtype: str, channels: int) -> dict[str, int 
 
 
 @lru_cache(maxsize=256)
-def _params(x_shape: tuple[int, int, int, int], strides: tuple[int, ...], K: int) -> np.ndarray:
-    """The kernel's ``StemParams``; strides in elements."""
+def stem_params(x_shape: tuple[int, int, int, int], strides: tuple[int, ...], K: int) -> np.ndarray:
+    """Returns ``StemParams`` for an input (N, H, W, C), its strides in elements, and K filters."""
     N, H, W, _ = x_shape
     _, PP, PQ, _ = pooled_shape(x_shape, K)
     params = np.zeros(1, PARAMS_DTYPE)
@@ -129,7 +129,8 @@ def _params(x_shape: tuple[int, int, int, int], strides: tuple[int, ...], K: int
 
 
 @cache
-def _multiprocessors(device_id: int) -> int:
+def multiprocessors_of(device_id: int) -> int:
+    """Returns how many multiprocessors a GPU has."""
     import cupy
 
     return int(cupy.cuda.runtime.getDeviceProperties(device_id)["multiProcessorCount"])

@@ -13,6 +13,17 @@ __device__ __forceinline__ unsigned long long operand(unsigned shared_address) {
     return static_cast<unsigned long long>((shared_address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
+// An operand that is not swizzled: 8 rows of 16 bytes lie one after the other; the next 16 bytes of depth of these rows are
+// `depth_step` bytes away, the next 8 rows `rows_step`. All may overlap. Addresses and steps are multiples of 16.
+__device__ __forceinline__ unsigned long long plain_operand(unsigned shared_address, int depth_step, int rows_step) {
+#ifdef SWAPPED_STEPS
+    const int step = depth_step;
+    depth_step = rows_step, rows_step = step;
+#endif
+    return static_cast<unsigned long long>((shared_address & 0x3ffff) >> 4) |
+           static_cast<unsigned long long>(depth_step / 16) << 16 | static_cast<unsigned long long>(rows_step / 16) << 32;
+}
+
 // Orders this warpgroup's accesses to accumulators before the instructions that follow.
 __device__ __forceinline__ void warpgroup_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 // Closes the group of instructions issued since the last commit.
@@ -27,6 +38,13 @@ __device__ __forceinline__ void warpgroup_wait() {
 // instantiates WARPGROUP_MMA_OF_BYTES_2 or _OF_ALL for it.
 template <typename Element, int N>
 __device__ __forceinline__ void warpgroup_mma(float (&sums)[N / 2], unsigned long long a, unsigned long long b, bool accumulate);
+
+// The same with `a` in registers, 2 bytes an element: of 16 elements of depth warp w holds pairs, each a word, that begin at
+// (row, element) = (16w + g, 2t) and (16w + g + 8, 2t) in a[0], the first of them in the lower half, at (16w + g, 2t + 8) and
+// (16w + g + 8, 2t + 8) in a[1]. For each N that a kernel needs it instantiates WARPGROUP_MMA_FROM_REGISTERS.
+template <typename Element, int N>
+__device__ __forceinline__ void warpgroup_mma(float (&sums)[N / 2], const unsigned long long (&a)[2], unsigned long long b,
+                                              bool accumulate);
 
 // The accumulators in the text of an instruction, four at a time, and as its operands. They follow the three others, which
 // are given as if they were written, so that numbers do not depend on N.
@@ -115,3 +133,24 @@ __device__ __forceinline__ void warpgroup_mma(float (&sums)[N / 2], unsigned lon
 WARPGROUP_MMA_OF_ALL(64, 32)
 WARPGROUP_MMA_OF_ALL(128, 64)
 WARPGROUP_MMA_OF_ALL(256, 128)
+
+// Words are passed in pairs, and whether to accumulate is known when the kernel is compiled, so that three operands are enough.
+#define WARPGROUP_MMA_OF_WORDS(N, ACCUMULATORS, DEPTH_AND_TYPES, ACCUMULATE)                                                  \
+    asm volatile("{ .reg .pred p; .reg .b32 a0, a1, a2, a3; mov.b64 {a0, a1}, %0; mov.b64 {a2, a3}, %1;\n"                    \
+                 "setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned.m64n" #N DEPTH_AND_TYPES                     \
+                 " {" REGISTERS_##ACCUMULATORS "}, {a0, a1, a2, a3}, %2, p, 1, 1, 0; }"                                      \
+                 : "+l"(low), "+l"(high), "+l"(b), SUMS_##ACCUMULATORS)
+#define WARPGROUP_MMA_OF_REGISTERS(ELEMENT, N, ACCUMULATORS, DEPTH_AND_TYPES)                                                 \
+    template <>                                                                                                              \
+    __device__ __forceinline__ void warpgroup_mma<ELEMENT, N>(float (&sums)[N / 2], const unsigned long long (&a)[2],         \
+                                                              unsigned long long b, bool accumulate) {                       \
+        unsigned long long low = a[0], high = a[1];                                                                          \
+        if (accumulate) {                                                                                                    \
+            WARPGROUP_MMA_OF_WORDS(N, ACCUMULATORS, DEPTH_AND_TYPES, "1");                                                   \
+        } else {                                                                                                             \
+            WARPGROUP_MMA_OF_WORDS(N, ACCUMULATORS, DEPTH_AND_TYPES, "0");                                                   \
+        }                                                                                                                    \
+    }
+#define WARPGROUP_MMA_FROM_REGISTERS(N, ACCUMULATORS)                                \
+    WARPGROUP_MMA_OF_REGISTERS(Half, N, ACCUMULATORS, "k16.f32.f16.f16")             \
+    WARPGROUP_MMA_OF_REGISTERS(BFloat16, N, ACCUMULATORS, "k16.f32.bf16.bf16")

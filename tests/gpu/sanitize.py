@@ -23,7 +23,9 @@ import numpy as np
 import cupy_resnet
 from cupy_resnet import jit, networks
 from cupy_resnet.conv2d import PRECISIONS, VARIANTS, Conv2dProblem
-from cupy_resnet.conv2d.stem import launch_stem, pooled_shape
+from cupy_resnet.conv2d.stem import pooled_shape
+from cupy_resnet.conv2d.stem_choice import STEM_LAUNCHES
+from cupy_resnet.conv2d.stem_wgmma import supports_stem_wgmma
 from cupy_resnet.conv2d.variants import Filter, Operands
 from cupy_resnet.engines.cuda_engine import CudaEngine, describe_device
 
@@ -130,8 +132,10 @@ def launch_convolutions() -> None:
 
 
 def launch_stems() -> None:
-    """conv2d_stem in every precision, from every kind of pixels; tiles that the image does not fill."""
+    """The stems' kernels in every precision, from every kind of pixels; tiles that the image does not fill."""
     import cupy
+
+    device = describe_device(cupy.cuda.runtime.getDevice())
 
     mean, std = numbers((3,), np.float32), cupy.ones(3, cupy.float32)
     for precision in PRECISIONS.values():
@@ -142,8 +146,12 @@ def launch_stems() -> None:
             for size in ((37, 33), (5, 1)):
                 x = numbers((2, *size, 3), dtype)
                 y = cupy.empty(pooled_shape(x.shape, 64), precision.storage)
-                launch_stem(x, filter, bias, mean, std, y, precision)
-                launch_stem(numbers((2, 3, *size), dtype).transpose(0, 2, 3, 1), filter, bias, None, None, y, precision)
+                turned = numbers((2, 3, *size), dtype).transpose(0, 2, 3, 1)
+                for name, launch in STEM_LAUNCHES.items():
+                    on_wgmma, _ = supports_stem_wgmma(precision, x.shape, (64, 7, 7, 3), device)
+                    if name == "conv2d_stem" or on_wgmma:
+                        launch(x, filter, bias, mean, std, y, precision)
+                        launch(turned, filter, bias, None, None, y, precision)
 
 
 def launch_operations() -> None:

@@ -327,10 +327,10 @@ def test_stem(precision: str, dtype: str, arrangement: str, shape: tuple[int, ..
 
 @every_precision
 def test_the_stem_is_one_kernel_where_it_can_be(precision: str) -> None:
-    applies, reason = engine(precision).stem_kernel((1, 224, 224, 3), (64, 7, 7, 3))
-    assert applies == PRECISIONS[precision].tensor_cores, reason
+    kernel, reason = engine(precision).stem_kernel((1, 224, 224, 3), (64, 7, 7, 3))
+    assert (kernel is not None) == PRECISIONS[precision].tensor_cores, reason
     demanding = CudaEngine(precision=precision, kernel="conv2d_implicit_gemm")
-    assert demanding.stem_kernel((1, 224, 224, 3), (64, 7, 7, 3)) == (False, "conv2d_implicit_gemm was asked for")
+    assert demanding.stem_kernel((1, 224, 224, 3), (64, 7, 7, 3)) == (None, "conv2d_implicit_gemm was asked for")
 
 
 @every_precision

@@ -1,4 +1,4 @@
-"""conv2d_stem, from pixels to the pooled map in one kernel, against normalisation in float32 and taps in float64."""
+"""Stems that are one kernel, from pixels to the pooled map, against normalisation in float32 and taps in float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,14 +6,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_resnet.conv2d import PRECISIONS, Conv2dProblem
-from cupy_resnet.conv2d.stem import launch_stem, pooled_shape
+from cupy_resnet.conv2d import PRECISIONS, Conv2dProblem, stem_wgmma
+from cupy_resnet.conv2d.stem import pooled_shape
+from cupy_resnet.conv2d.stem_choice import STEM_LAUNCHES
+from cupy_resnet.conv2d.stem_wgmma import PIXELS, PRECISION_NAMES, Tiling, column_tiles
 from cupy_resnet.conv2d.variants import Filter
 from gpu.reference import as_torch, conv2d_float64, loaded, poisoned, stored, to_tf32
 
 pytestmark = pytest.mark.gpu
 
 TENSOR_CORES = [name for name, precision in PRECISIONS.items() if precision.tensor_cores]
+FORMS = [
+    *(("conv2d_stem", precision) for precision in TENSOR_CORES),
+    *(("conv2d_stem_wgmma", precision) for precision in PRECISION_NAMES),
+]
+"""(kernel, precision)"""
+every_kernel = pytest.mark.parametrize("kernel", ["conv2d_stem", "conv2d_stem_wgmma"])
+every_form = pytest.mark.parametrize(("kernel", "precision"), FORMS)
+
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 INTEGRAL = ((0.5, 0.0, 1.0, 0.0), (0.25, 1.0, 0.5, 1.0))
 """Mean and std that turn 0 and 1, and any integer, into integers."""
@@ -51,18 +61,20 @@ def max_pool(y: Any) -> Any:
 
 
 class Stem:
-    """Filters and bias of a stem in a precision, and what it should give."""
+    """A kernel, filters and bias of a stem in a precision, and what it should give."""
 
-    def __init__(self, precision: str, C: int = 3, K: int = 64, *, integral: bool = True) -> None:
+    def __init__(self, kernel: str, precision: str, C: int = 3, K: int = 64, *, integral: bool = True) -> None:
         import cupy
 
+        if kernel == "conv2d_stem_wgmma" and cupy.cuda.Device().compute_capability != "90":
+            pytest.skip("runs on compute capability 9.0 only")
         random = cupy.random.RandomState(C + K)
         shape = (K, 7, 7, C)
         if integral:
             weight, bias = random.randint(-1, 2, shape), random.randint(-2, 3, (K,))
         else:
             weight, bias = random.standard_normal(shape) * (49 * C) ** -0.5, random.standard_normal((K,))
-        self.precision = precision
+        self.kernel, self.precision = kernel, precision
         self.weight = stored(weight.astype(cupy.float32), precision)
         self.bias = bias.astype(cupy.float32)
         self.filter = Filter(self.weight)
@@ -74,7 +86,7 @@ class Stem:
         vectors = (None, None)
         if normalization is not None:
             vectors = tuple(cupy.asarray(values[: x.shape[3]], dtype=cupy.float32) for values in normalization)
-        launch_stem(x, self.filter, self.bias, *vectors, y, PRECISIONS[self.precision])
+        STEM_LAUNCHES[self.kernel](x, self.filter, self.bias, *vectors, y, PRECISIONS[self.precision])
         return y
 
     def expected(self, x: Any, normalization: Any) -> Any:
@@ -121,12 +133,12 @@ LAYOUTS: tuple[Callable[[Any], Any], ...] = (as_it_is, channels_first, part_of_m
 
 
 @pytest.mark.parametrize("kind", ["uint8", "float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("precision", TENSOR_CORES)
-def test_exact_on_small_integers(precision: str, kind: str, guarded: Any) -> None:
+@every_form
+def test_exact_on_small_integers(kernel: str, precision: str, kind: str, guarded: Any) -> None:
     """Every pixel, those of the outermost rows and columns too: the padding's zeros come after normalisation."""
 
     for N, H, W, K in ((2, 33, 47, 64), (1, 30, 29, 128), (3, 8, 5, 64)):
-        stem = Stem(precision, K=K)
+        stem = Stem(kernel, precision, K=K)
         for normalization in (None, INTEGRAL):
             pixels = integral_pixels(kind, (N, H, W, 3), seed=H)
             expected = stem.expected(pixels, normalization)
@@ -140,22 +152,23 @@ def test_exact_on_small_integers(precision: str, kind: str, guarded: Any) -> Non
                 assert y.margins_intact(), f"wrote outside its output: {what}"
 
 
-def test_a_flipped_view_is_read_as_it_is() -> None:
+@every_kernel
+def test_a_flipped_view_is_read_as_it_is(kernel: str) -> None:
     """Negative strides, as of images with blue first that are turned round."""
     import cupy
 
-    stem = Stem("fp16")
+    stem = Stem(kernel, "fp16")
     pixels = integral_pixels("float32", (2, 21, 18, 3), seed=1)
     turned = pixels[:, ::-1, :, ::-1]
     y = stem.launch(turned, INTEGRAL, poisoned(pooled_shape(pixels.shape, 64), "fp16"))
     assert cupy.array_equal(loaded(y), stem.expected(cupy.ascontiguousarray(turned), INTEGRAL))
 
 
-@pytest.mark.parametrize("precision", TENSOR_CORES)
-def test_every_size_from_1_to_70(precision: str) -> None:
+@every_form
+def test_every_size_from_1_to_70(kernel: str, precision: str) -> None:
     import cupy
 
-    stem = Stem(precision)
+    stem = Stem(kernel, precision)
     wrong = []
     for H in range(1, 71):
         W = H * 37 % 70 + 1  # each width once as well
@@ -167,34 +180,35 @@ def test_every_size_from_1_to_70(precision: str) -> None:
 
 
 @pytest.mark.parametrize("C", [1, 2, 4])
-def test_other_numbers_of_channels(C: int) -> None:
+@every_kernel
+def test_other_numbers_of_channels(kernel: str, C: int) -> None:
     import cupy
 
-    for precision in ("fp16", "fp32-tc"):
-        stem = Stem(precision, C=C)
+    for precision in ("fp16", "fp32-tc" if kernel == "conv2d_stem" else "bf16"):
+        stem = Stem(kernel, precision, C=C)
         for layout in LAYOUTS:
             pixels = integral_pixels("float32", (2, 31, 38, C), seed=C)
             y = stem.launch(layout(pixels), INTEGRAL, poisoned(pooled_shape(pixels.shape, 64), precision))
             assert cupy.array_equal(loaded(y), stem.expected(pixels, INTEGRAL)), f"{precision}, {layout.__name__}"
 
 
-@pytest.mark.parametrize("precision", TENSOR_CORES)
-def test_photographs_worth_of_pixels_by_torchs_tolerances(precision: str) -> None:
+@every_form
+def test_photographs_worth_of_pixels_by_torchs_tolerances(kernel: str, precision: str) -> None:
     import cupy
     import torch
 
-    stem = Stem(precision, integral=False)
+    stem = Stem(kernel, precision, integral=False)
     pixels = cupy.random.RandomState(0).randint(0, 256, (4, 224, 224, 3)).astype(cupy.uint8)
     y = stem.launch(pixels, IMAGENET, poisoned((4, 56, 56, 64), precision))
     expected = stored(stem.expected(pixels, IMAGENET), precision)
     torch.testing.assert_close(as_torch(y), as_torch(expected))
 
 
-@pytest.mark.parametrize("precision", TENSOR_CORES)
-def test_a_non_finite_pixel_reaches_exactly_its_receptive_field(precision: str) -> None:
+@every_form
+def test_a_non_finite_pixel_reaches_exactly_its_receptive_field(kernel: str, precision: str) -> None:
     import cupy
 
-    stem = Stem(precision)
+    stem = Stem(kernel, precision)
     for value in (np.nan, np.inf, -np.inf):
         pixels = integral_pixels("float32", (2, 40, 44, 3), seed=2)
         pixels[0, 20, 22, 1] = value
@@ -207,11 +221,12 @@ def test_a_non_finite_pixel_reaches_exactly_its_receptive_field(precision: str) 
         np.testing.assert_array_equal(cupy.asnumpy(y), cupy.asnumpy(expected), err_msg=str(value))
 
 
-def test_the_same_image_has_the_same_answer_at_every_place_and_every_time() -> None:
+@every_kernel
+def test_the_same_image_has_the_same_answer_at_every_place_and_every_time(kernel: str) -> None:
     import cupy
 
-    for precision in TENSOR_CORES:
-        stem = Stem(precision, integral=False)
+    for precision in (form[1] for form in FORMS if form[0] == kernel):
+        stem = Stem(kernel, precision, integral=False)
         pixels = cupy.random.RandomState(1).standard_normal((5, 50, 60, 3)).astype(cupy.float32)
         pixels[3] = pixels[0]
         first = stem.launch(pixels, None, poisoned(pooled_shape(pixels.shape, 64), precision))
@@ -221,12 +236,13 @@ def test_the_same_image_has_the_same_answer_at_every_place_and_every_time() -> N
             assert cupy.array_equal(again.view(np.uint8), first.view(np.uint8)), precision
 
 
-def test_offsets_beyond_2_to_the_31() -> None:
+@every_kernel
+def test_offsets_beyond_2_to_the_31(kernel: str) -> None:
     import cupy
 
     shape = (520, 1190, 1190, 3)
     assert np.prod(shape, dtype=np.int64) > 2**31
-    stem = Stem("fp16")
+    stem = Stem(kernel, "fp16")
     stem.bias[...] = 0
     pixels = cupy.zeros(shape, cupy.uint8)
     pixels[-1:] = integral_pixels("uint8", (1, *shape[1:]), seed=3)
@@ -234,3 +250,22 @@ def test_offsets_beyond_2_to_the_31() -> None:
     assert y.size > 2**31
     assert cupy.array_equal(loaded(y[-1:]), stem.expected(pixels[-1:], None))
     assert not y[:-1].any()  # NaN would count as true
+
+
+@pytest.mark.parametrize("pixels", PIXELS)
+def test_however_the_map_is_cut(pixels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stripes and tiles of every size, on few and on many multiprocessors."""
+    import cupy
+
+    stem = Stem("conv2d_stem_wgmma", "fp16")
+    image = integral_pixels("float32", (3, 101, 243, 3), seed=4)
+    shape = pooled_shape(image.shape, 64)
+    expected = stem.expected(image, INTEGRAL)
+    for stripe_rows in (1, 2, 5, 13, 26):
+        units = 3 * -(-shape[1] // stripe_rows) * column_tiles(shape[2], pixels)
+        cut = Tiling(pixels, stripe_rows, units)
+        monkeypatch.setattr(stem_wgmma, "tiling", lambda *_, cut=cut: cut)
+        for sm_count in (1, 132):
+            monkeypatch.setattr(stem_wgmma, "multiprocessors_of", lambda _, count=sm_count: count)
+            y = stem.launch(image, INTEGRAL, poisoned(shape, "fp16"))
+            assert cupy.array_equal(loaded(y), expected), f"{stripe_rows} rows, {sm_count} multiprocessors"

@@ -8,8 +8,8 @@ import numpy as np
 
 from ... import jit
 from ...conv2d import VARIANTS, Conv2dProblem, choose
-from ...conv2d.stem import launch_stem, supports_stem
-from ...conv2d.variants import NULL, Filter, Operands, Support
+from ...conv2d.stem_choice import STEM_LAUNCHES, choose_stem
+from ...conv2d.variants import NULL, Filter, Operands
 from .. import checks
 from ..base import Ops, Pair, stem_by_parts
 from ..linear_problem import linear_problem
@@ -60,16 +60,16 @@ class Convolutions(Layouts):
                 VARIANTS[choice.variant].launch(problem, operands, choice.config)
             return y
 
-    def stem_kernel(self, x_shape: tuple[int, ...], filter_shape: tuple[int, ...]) -> Support:
-        """Whether `stem` runs as one kernel, and if not, why.
+    def stem_kernel(self, x_shape: tuple[int, ...], filter_shape: tuple[int, ...]) -> tuple[str | None, str]:
+        """Returns the kernel that `stem` runs as, and where it runs as its parts, None and why.
 
         Args:
             x_shape: (N, H, W, C).
             filter_shape: (K, R, S, C).
         """
         if self.kernel != "auto":
-            return False, f"{self.kernel} was asked for"
-        return supports_stem(self.arithmetic, x_shape, filter_shape, describe_device(self.device))
+            return None, f"{self.kernel} was asked for"
+        return choose_stem(self.arithmetic, x_shape, filter_shape, describe_device(self.device))
 
     def stem(
         self,
@@ -84,15 +84,15 @@ class Convolutions(Layouts):
         x = self._pixels("stem", x, "(N, H, W, C)")
         filter = self._filter("stem", weight, x)
         shape = checks.stem(x, filter.weight, bias)
-        applies, _ = self.stem_kernel(x.shape, filter.weight.shape)
-        if not applies:
+        kernel, _ = self.stem_kernel(x.shape, filter.weight.shape)
+        if kernel is None:
             return stem_by_parts(cast(Ops, self), x, filter, bias, mean, std, out)
         with x.device:
             bias = self._float32("stem", "bias", bias, x)
             means, stds = self._normalization("stem", x.shape[3], mean, std)
             y = self._output("stem", shape, out)
             if y.size:
-                launch_stem(x, filter, bias, means, stds, y, self.arithmetic)
+                STEM_LAUNCHES[kernel](x, filter, bias, means, stds, y, self.arithmetic)
             return y
 
     def linear(self, x: Any, weight: Any, bias: Any = None) -> "cupy.ndarray":

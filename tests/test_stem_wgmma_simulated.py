@@ -1,0 +1,164 @@
+"""conv2d_stem_wgmma's own text on the host: every index, and who waits for whom (see `stem_wgmma_host`)."""
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from stem_wgmma_host import Result, build, host_source, run
+
+from cupy_resnet.conv2d.stem_wgmma import _defines
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+Libraries = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
+    @cache
+    def library(precision: str = "fp16", element: str = "float", channels: int = 3, pixels: int = 64) -> Path:
+        assert COMPILER is not None
+        return build(COMPILER, tmp_path_factory.mktemp("host"), _defines(precision, element, channels, pixels))
+
+    return library
+
+
+def to_bits(values: np.ndarray, precision: str) -> np.ndarray:
+    """As bits of the precision; bfloat16 must hold the values."""
+    if precision == "fp16":
+        return values.astype(np.float16).view(np.uint16)
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def from_bits(bits: np.ndarray, precision: str) -> np.ndarray:
+    if precision == "fp16":
+        return bits.view(np.float16).astype(np.float32)
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-1, 2, shape).astype(np.float32)
+
+
+def weights(C: int, K: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(K, 7, 7, C) filter, the same as the kernel wants it, (K,) bias."""
+    weight, bias = numbers((K, 7, 7, C), C), numbers((K,), K)
+    cells = np.zeros((K, 7, 8, 4), np.float32)
+    cells[:, :, :7, :C] = weight
+    return weight, cells, bias
+
+
+def expected(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """The pooled map by torch, for (N, H, W, C) values."""
+    pixels, filters = (torch.tensor(np.ascontiguousarray(a)).permute(0, 3, 1, 2) for a in (x, weight))
+    y = torch.nn.functional.conv2d(pixels, filters, torch.tensor(bias), 2, 3)
+    return torch.nn.functional.max_pool2d(torch.relu(y), 3, 2, 1).permute(0, 2, 3, 1).numpy()
+
+
+def assert_right(result: Result, want: np.ndarray, precision: str = "fp16") -> None:
+    assert result.error is None
+    assert (result.writes == 1).all(), "an output that is not written exactly once"
+    np.testing.assert_array_equal(from_bits(result.y, precision), want)
+
+
+@pytest.mark.parametrize(
+    ("N", "H", "W", "K", "stripe_rows", "grid"),
+    [
+        (1, 20, 30, 64, 2, 3),
+        (2, 33, 47, 64, 3, 2),  # odd numbers of rows and columns; stripes that do not divide the map
+        (1, 9, 258, 128, 3, 2),  # three tiles, of which the last has one column of its own
+        (1, 10, 127, 64, 1, 1),  # the map ends with the tile
+        (3, 1, 1, 64, 1, 2),
+        (1, 2, 130, 64, 1, 3),
+        (1, 70, 8, 64, 18, 1),  # one long stripe: all places of the ring many times
+    ],
+)
+def test_exact(libraries: Libraries, N: int, H: int, W: int, K: int, stripe_rows: int, grid: int) -> None:
+    x = numbers((N, H, W, 3), H)
+    weight, cells, bias = weights(3, K)
+    result = run(libraries(), x, to_bits(cells, "fp16"), bias, stripe_rows=stripe_rows, grid=grid, seed=H)
+    assert_right(result, expected(x, weight, bias))
+
+
+@pytest.mark.parametrize("pixels", [80, 112])
+def test_every_width_of_a_tile(libraries: Libraries, pixels: int) -> None:
+    weight, cells, bias = weights(3, 64)
+    for W in (224, 321):
+        x = numbers((1, 13, W, 3), W)
+        result = run(libraries(pixels=pixels), x, to_bits(cells, "fp16"), bias, stripe_rows=2, grid=2)
+        assert_right(result, expected(x, weight, bias))
+
+
+@pytest.mark.parametrize("C", [1, 2, 4])
+def test_other_numbers_of_channels_in_bfloat16(libraries: Libraries, C: int) -> None:
+    x = numbers((2, 11, 19, C), C)
+    weight, cells, bias = weights(C, 64)
+    result = run(
+        libraries("bf16", "BFloat16", C), to_bits(x, "bf16"), to_bits(cells, "bf16"), bias, stripe_rows=2, grid=2
+    )
+    assert_right(result, expected(x, weight, bias), "bf16")
+
+
+def test_bytes_of_any_layout_are_normalised_before_they_are_padded(libraries: Libraries) -> None:
+    pixels = (np.random.default_rng(0).integers(0, 2, (2, 3, 18, 21)) * 255).astype(np.uint8)
+    mean, std = np.float32([0.5, 0, 1]), np.float32([0.25, 1, 0.5])
+    weight, cells, bias = weights(3, 64)
+    for x in (pixels.transpose(0, 2, 3, 1), pixels.transpose(0, 2, 3, 1)[:, ::-1, 1::2, ::-1]):
+        result = run(
+            libraries(element="unsigned char"),
+            x,
+            to_bits(cells, "fp16"),
+            bias,
+            stripe_rows=2,
+            grid=3,
+            normalization=(mean, std),
+        )
+        assert_right(result, expected((x.astype(np.float32) / 255 - mean) / std, weight, bias))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_non_finite_pixel_reaches_exactly_its_receptive_field(libraries: Libraries, value: float) -> None:
+    weight, cells, bias = weights(3, 64)
+    for h, w in ((10, 20), (11, 21), (16, 139), (9, 124), (9, 127)):
+        x = numbers((1, 17, 140, 3), 1)
+        x[0, h, w, 1] = value
+        result = run(libraries(), x, to_bits(cells, "fp16"), bias, stripe_rows=2, grid=1)
+        assert_right(result, expected(x, weight, bias))
+
+
+MISTAKES = {
+    "a pair is given back too early": ("PAIRS_READ : 1); pair < read", "PAIRS_READ : 2); pair < read"),
+    "a pair is not waited for": ("arrived < pair + PAIRS_READ;", "arrived < pair + PAIRS_READ - 1;"),
+    "the place is not waited for": ("~(number / PAIRS) & 1", "number / PAIRS & 1"),
+    "stores without a fence": ("written_for_storing();  //", "//"),
+    "no copy of the last column": ("(CELLS - 2) * CELL_BYTES;", "CELL_BYTES;"),
+    "columns outside of the map": ("past % 2 == 1) leave_out", "past % 2 == 2) leave_out"),
+    "y before earlier kernels have ended": ("wait_for_earlier_kernels();  // they may", "// they may"),
+}
+"""What is wrong → correct text, wrong text."""
+
+
+@pytest.mark.parametrize(("correct", "wrong"), MISTAKES.values(), ids=list(MISTAKES))
+def test_a_mistake_is_noticed(tmp_path: Path, correct: str, wrong: str) -> None:
+    """Of the kernel's own text, by the runs above."""
+    assert COMPILER is not None
+    source = host_source()
+    assert source.count(correct) == 1
+    library = build(COMPILER, tmp_path, _defines("fp16", "float", 3, 64), source.replace(correct, wrong))
+    weight, cells, bias = weights(3, 64)
+
+    def noticed(seed: int) -> bool:
+        x = numbers((1, 37, 21, 3), 1) - 3  # all outputs where the padding is not are negative or large
+        x[0, 20, 14, 1] = np.nan
+        options: dict[str, Any] = {"stripe_rows": 5, "grid": 1, "seed": seed}
+        result = run(library, x, to_bits(cells, "fp16"), bias, **options)
+        want = expected(x, weight, bias)
+        return result.error is not None or not np.array_equal(from_bits(result.y, "fp16"), want, equal_nan=True)
+
+    assert any(noticed(seed) for seed in range(12))
