@@ -90,6 +90,7 @@ ARROWS = {
     "conv2d.tensor_core_variants": {"jit"},
     "conv2d.tensor_maps": {"errors"},
     "conv2d.wgmma_patch": {"jit"},
+    "conv2d.wgmma_3xtf32": {"jit"},
     "conv2d.stem": {"jit"},
     "conv2d.heuristics": {"_names", "errors"},
     "conv2d.tuned": {"environment", "jit"},
