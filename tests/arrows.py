@@ -91,6 +91,7 @@ ARROWS = {
     "conv2d.tensor_core_variants": {"jit"},
     "conv2d.tensor_maps": {"errors"},
     "conv2d.wgmma_patch": {"jit"},
+    "conv2d.wgmma_3xtf32": {"jit"},
     "conv2d.stem": {"jit"},
     "conv2d.stem_wgmma": {"jit"},
     "conv2d.heuristics": {"_names", "errors"},

@@ -8,7 +8,7 @@ import pytest
 from helpers import conv_shapes
 
 from cupy_resnet.conv2d import H100, PRECISIONS, VARIANTS, Conv2dProblem, Device, heuristics, variant_names
-from cupy_resnet.conv2d.configs import MmaConfig, WgmmaConfig, WgmmaPatchConfig, WinogradConfig
+from cupy_resnet.conv2d.configs import MmaConfig, Wgmma3xTf32Config, WgmmaConfig, WgmmaPatchConfig, WinogradConfig
 from cupy_resnet.conv2d.heuristics import cost, fastest
 from cupy_resnet.conv2d.tensor_core_variants import as_merged, is_aligned, shared_memory
 from cupy_resnet.conv2d.wgmma_patch import patch_tile
@@ -31,7 +31,7 @@ DEVICES = (V100, T4, A100, A10, H100, B200)
 GENERAL = ("conv2d_direct", "conv2d_shared", "im2col_sgemm", "conv2d_implicit_gemm")
 TENSOR_CORES = ("conv2d_wmma", "conv2d_mma")
 """What solves every problem, in fp32 and on tensor cores."""
-NARROW = ("conv2d_mma_patch", "conv2d_wgmma", "conv2d_wgmma_patch")
+NARROW = ("conv2d_mma_patch", "conv2d_wgmma", "conv2d_wgmma_patch", "conv2d_wgmma_3xtf32")
 """What solves some problems on tensor cores."""
 
 PLAIN = Conv2dProblem(N=2, H=14, W=14, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1)
@@ -70,10 +70,11 @@ MINIMUM = {
     "conv2d_mma_patch": {"fp16": (8, 0), "bf16": (8, 0), "tf32": (8, 0), "fp32-tc": (8, 0)},
     "conv2d_wgmma": {"fp16": (9, 0), "bf16": (9, 0), "tf32": (9, 0)},
     "conv2d_wgmma_patch": {"fp16": (9, 0), "bf16": (9, 0)},
+    "conv2d_wgmma_3xtf32": {"fp32-tc": (9, 0)},
 }
 """The frozen matrix: a refusal that is written neither here nor in WINOGRAD and REFUSED is a fault."""
 
-NO_OTHER = {"conv2d_wgmma", "conv2d_wgmma_patch"}
+NO_OTHER = {"conv2d_wgmma", "conv2d_wgmma_patch", "conv2d_wgmma_3xtf32"}
 """Of these, whose instructions later architectures do not have: the lowest compute capability is the only one."""
 
 WINOGRAD = {
@@ -108,7 +109,7 @@ PATCH = {
 """Besides, 1×1 filters over more than 64 channels in fp32-tc."""
 
 WGMMA = {
-    # problem: why conv2d_wgmma does not solve it, in any precision on Hopper
+    # problem: why conv2d_wgmma and conv2d_wgmma_3xtf32 do not solve it, in any precision on Hopper
     "odd channels": "needs C a multiple of ",
     "one channel": "needs C a multiple of ",
     "stem": "needs C a multiple of ",
@@ -124,7 +125,7 @@ WGMMA_PATCH = {
     **dict.fromkeys(SIZES, "needs a padding that keeps the size with a filter of 3×3"),
     **dict.fromkeys(STEPS, "needs stride 1 and dilation 1"),
 }
-REFUSED = {"conv2d_mma_patch": PATCH, "conv2d_wgmma": WGMMA, "conv2d_wgmma_patch": WGMMA_PATCH}
+REFUSED = dict(zip(NARROW, (PATCH, WGMMA, WGMMA_PATCH, WGMMA), strict=True))
 
 choose = partial(heuristics.choose, use_tables=False)
 """By the model alone: what was measured on the machine at hand must not decide a test."""
@@ -239,13 +240,12 @@ def test_every_row_of_conv_shapes(data_folder: Path) -> None:
                 by_wgmma += expected
                 keeps = dense and (2 * p.pad_h + 1, 2 * p.pad_w + 1) == (p.R, p.S)
                 expected = wgmma and keeps and p.W <= 198 and solves("conv2d_wgmma_patch", precision, gpu)
-                assert VARIANTS["conv2d_wgmma_patch"].supports(p, gpu)[0] is expected, (
-                    f"{name}: {precision}, {gpu.name}"
-                )
+                assert VARIANTS["conv2d_wgmma_patch"].supports(p, gpu)[0] is expected, f"{name}: {precision}, {gpu}"
                 by_wgmma_patch += expected
     assert (by_wgmma, by_wgmma_patch) == (3 * 39, 2 * 30)  # in each of their precisions, on one GPU
 
 
+WGMMAS = WgmmaConfig | Wgmma3xTf32Config
 STATIC = 1024
 """Bytes of static shared memory of Hopper's kernels, their barriers, so that tiles begin at multiples of 1024."""
 
@@ -264,7 +264,7 @@ def test_candidates_are_compiled_forms_that_fit_the_device(name: str) -> None:
                 for config in candidates:
                     needed = shared_memory(problem, config) if isinstance(config, MmaConfig) else 0
                     needed = config.shared_memory if isinstance(config, WinogradConfig) else needed
-                    needed = config.shared_memory + STATIC if isinstance(config, WgmmaConfig) else needed
+                    needed = config.shared_memory + STATIC if isinstance(config, WGMMAS) else needed
                     if isinstance(config, WgmmaPatchConfig):
                         tile = patch_tile(problem, config.pixels, gpu.shared_memory_per_block)
                         assert tile is not None

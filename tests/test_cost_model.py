@@ -8,9 +8,11 @@ import pytest
 from cupy_resnet.conv2d import H100, PRECISIONS, VARIANTS, Conv2dProblem, choose
 from cupy_resnet.conv2d.configs import (
     WGMMA,
+    WGMMA_3XTF32,
     WGMMA_PATCH,
     ImplicitGemmConfig,
     MmaConfig,
+    Wgmma3xTf32Config,
     WgmmaConfig,
     WgmmaPatchConfig,
 )
@@ -33,11 +35,12 @@ ALL = [
 """Kernels with something to choose."""
 
 
-def tile(
-    problem: Conv2dProblem, kernel: str = "auto"
-) -> ImplicitGemmConfig | MmaConfig | WgmmaConfig | WgmmaPatchConfig:
+OnHopper = WgmmaConfig | WgmmaPatchConfig | Wgmma3xTf32Config
+
+
+def tile(problem: Conv2dProblem, kernel: str = "auto") -> ImplicitGemmConfig | MmaConfig | OnHopper:
     config = choose(problem, H100, kernel, use_tables=False).config
-    assert isinstance(config, ImplicitGemmConfig | MmaConfig | WgmmaConfig | WgmmaPatchConfig)
+    assert isinstance(config, ImplicitGemmConfig | MmaConfig | OnHopper)
     return config
 
 
@@ -90,12 +93,25 @@ def test_wgmma_patchs_cost_never_falls_with_the_batch_the_filters_or_the_depth(c
             assert costs == sorted(costs), (size, changed)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32"])
+@pytest.mark.parametrize("config", WGMMA_3XTF32, ids=str)
+def test_wgmma_3xtf32s_cost_never_falls_with_the_batch_the_filters_or_the_depth(config: Wgmma3xTf32Config) -> None:
+    problem = replace(PLAIN, C=256, K=256, precision="fp32-tc")
+    for size in (1, 7, 14, 56):
+        for changed, values in (("N", range(1, 66)), ("K", range(64, 1088, 64)), ("C", range(64, 1088, 64))):
+            layer = replace(problem, H=size, W=size)
+            costs = [cost(replace(layer, **{changed: value}), H100, config) for value in values]
+            assert all(math.isfinite(value) and value > 0 for value in costs)
+            assert costs == sorted(costs), (size, changed)
+
+
+@pytest.mark.parametrize("precision", TENSOR_CORES)
 def test_wgmma_is_expected_to_win_where_there_is_much_to_multiply(precision: str) -> None:
     for size, channels in ((28, 128), (14, 256), (7, 512)):
         layer = replace(PLAIN, H=size, W=size, C=channels, K=channels, precision=precision)
-        assert isinstance(tile(replace(layer, N=256)), WgmmaConfig | WgmmaPatchConfig)
-        if size < 28 or precision == "tf32":  # no patches
+        assert isinstance(tile(replace(layer, N=256)), OnHopper)
+        if precision == "fp32-tc":
+            assert isinstance(tile(replace(layer, N=32)), Wgmma3xTf32Config)
+        if size < 28 or precision in ("tf32", "fp32-tc"):  # no patches
             # A single image has fewer tiles than there are multiprocessors: split-K keeps them busy, these cannot.
             assert isinstance(tile(replace(layer, N=1)), MmaConfig)
 

@@ -61,6 +61,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], None]:
         (H100, "conv2d_wmma", "fp16"),
         (H100, "conv2d_wgmma", "fp16"),
         (H100, "conv2d_wgmma_patch", "fp16"),
+        (H100, "conv2d_wgmma_3xtf32", "fp32-tc"),
     ],
 )
 def test_auto_is_fp16_where_tensor_cores_and_the_kernel_allow_it(

@@ -14,7 +14,7 @@ import pytest
 
 from cupy_resnet import environment, jit
 from cupy_resnet.conv2d import H100, VARIANTS, stem, stem_wgmma
-from cupy_resnet.conv2d.configs import IMPLICIT_GEMM, WGMMA, WGMMA_PATCH, WINOGRAD, Config
+from cupy_resnet.conv2d.configs import IMPLICIT_GEMM, WGMMA, WGMMA_3XTF32, WGMMA_PATCH, WINOGRAD, Config
 from cupy_resnet.errors import CompileError
 from cupy_resnet.jit import toolchain
 from cupy_resnet.jit.sources import find_kernel, load_program
@@ -132,13 +132,17 @@ def test_a_block_of_winograd_fits(compiled, config) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "config"),
-    [*(("conv2d_wgmma", config) for config in WGMMA), *(("conv2d_wgmma_patch", config) for config in WGMMA_PATCH)],
-    ids=lambda value: value if isinstance(value, str) else f"{value.precision} {value}",
+    [
+        *(("conv2d_wgmma", config) for config in WGMMA),
+        *(("conv2d_wgmma_patch", config) for config in WGMMA_PATCH),
+        *(("conv2d_wgmma_3xtf32", config) for config in WGMMA_3XTF32),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{getattr(value, 'precision', '')} {value}".strip(),
 )
 def test_a_block_of_wgmma_fits_and_has_the_registers_that_its_warpgroups_share(compiled, kernel, config) -> None:
     used = resources(compiled, kernel, config)
     assert used.shared_memory <= 1024  # beside what is dynamic, which begins at a multiple of that
-    if kernel == "conv2d_wgmma":  # the other's depends on the problem
+    if kernel != "conv2d_wgmma_patch":  # whose depends on the problem
         assert 1024 + config.shared_memory <= H100.shared_memory_per_block
     assert used.registers * config.threads <= REGISTERS_PER_SM
     # Consumers wait until the producer's warpgroup has given back enough: they would wait for ever for more.
@@ -165,7 +169,14 @@ def test_two_blocks_of_the_stem_on_wgmma_fit_and_have_the_registers_that_their_w
         assert (shared + SHARED_RESERVED) * 2 <= SHARED_PER_SM
 
 
-@pytest.mark.parametrize(("name", "config"), [("conv2d_wgmma", WGMMA[0]), ("conv2d_wgmma_patch", WGMMA_PATCH[0])])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("conv2d_wgmma", WGMMA[0]),
+        ("conv2d_wgmma_patch", WGMMA_PATCH[0]),
+        ("conv2d_wgmma_3xtf32", WGMMA_3XTF32[0]),
+    ],
+)
 def test_wgmma_is_compiled_for_sm_90a_only(name: str, config: Config) -> None:
     for forms in (FORMS, DEFAULT_FORMS):
         assert {arch for kernel, _, arch in forms if kernel == name} == {"sm_90a"}

@@ -17,11 +17,12 @@ from cupy_resnet.conv2d import PRECISIONS, Conv2dProblem, tensor_maps
 from cupy_resnet.errors import EngineUnavailableError
 from cupy_resnet.jit import headers
 
-TYPES = {"fp16": "FLOAT16", "bf16": "BFLOAT16", "tf32": "TFLOAT32"}
+TYPES = {"fp16": "FLOAT16", "bf16": "BFLOAT16", "tf32": "TFLOAT32", "fp32-tc": "FLOAT32"}
 """CU_TENSOR_MAP_DATA_TYPE_… of a precision."""
 
 NUMBERS = {
     "CU_TENSOR_MAP_DATA_TYPE_FLOAT16": 6,
+    "CU_TENSOR_MAP_DATA_TYPE_FLOAT32": 7,
     "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16": 9,
     "CU_TENSOR_MAP_DATA_TYPE_TFLOAT32": 11,
     "CU_TENSOR_MAP_INTERLEAVE_NONE": 0,
@@ -179,7 +180,7 @@ def test_columns_of_an_input(
 ) -> None:
     problem = replace(PLAIN, C=192, precision=precision, **changes)
     encoded = tensor_maps.im2col_map(problem, gpu_array(problem.input_shape, precision), 128)
-    size = 4 if precision == "tf32" else 2
+    size = PRECISIONS[precision].element_size
     H, W = problem.H, problem.W
     (asked,) = driver.asked
     assert asked == {
@@ -230,7 +231,7 @@ def test_a_matrix(
 ) -> None:
     problem = replace(PLAIN, precision=precision)
     encoded = tensor_maps.matrix_map(problem, gpu_array(shape, precision), columns, rows)
-    size = 4 if precision == "tf32" else 2
+    size = PRECISIONS[precision].element_size
     (asked,) = driver.asked
     assert asked == {
         "function": "tiled",

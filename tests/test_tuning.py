@@ -68,6 +68,9 @@ def test_candidates_begin_with_the_models_choice_and_leave_out_the_hopeless(
         if precision != "tf32":
             tensor_cores |= {"conv2d_wgmma_patch"}
             assert "conv2d_wgmma_patch" in names
+    if precision == "fp32-tc" and problem == replace(LAYER, precision=precision):  # for a single image it is hopeless
+        tensor_cores |= {"conv2d_wgmma_3xtf32"}
+        assert "conv2d_wgmma_3xtf32" in names
     assert names <= (tensor_cores if PRECISIONS[precision].tensor_cores else cuda_cores)
     if not spread_nan:
         assert "conv2d_winograd" not in names

@@ -44,6 +44,8 @@ def cost(problem: Conv2dProblem, device: Device, config: configs.Config) -> floa
         return _wgmma_microseconds(problem, device, config)
     if isinstance(config, configs.WgmmaPatchConfig):
         return _wgmma_patch_microseconds(problem, device, config)
+    if isinstance(config, configs.Wgmma3xTf32Config):
+        return _wgmma_3xtf32_microseconds(problem, device, config)
     if isinstance(config, configs.WinogradConfig):
         tiles = problem.N * _ceil(problem.P, 2) * _ceil(problem.Q, 2)
         blocks = _ceil(tiles, config.TILES) * _ceil(problem.K, config.TILE_K)
@@ -126,6 +128,20 @@ def _wgmma_patch_microseconds(problem: Conv2dProblem, device: Device, config: co
     tiles = tile.pixel_tiles * _ceil(problem.K, config.FILTERS)
     slices = problem.R * problem.S * _ceil(problem.C, config.CHANNELS)
     per_tile = slices * WGMMA_PATCH_SLICE_MICROSECONDS * max(0.3, config.pixels / 256) + WGMMA_TILE_MICROSECONDS
+    return max(_ceil(tiles, device.sm_count) * per_tile, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
+
+
+WGMMA_3XTF32_SLICE_MICROSECONDS = 1.25
+WGMMA_3XTF32_TILE_MICROSECONDS = 1.5
+"""For a slice of 128×128×32, and for a tile beside its slices, which nothing overlaps: a guess from the rate of three
+TF32 products and from the bandwidth of a multiprocessor."""
+
+
+def _wgmma_3xtf32_microseconds(problem: Conv2dProblem, device: Device, config: configs.Wgmma3xTf32Config) -> float:
+    tiles = _ceil(problem.gemm_m, config.tile_m) * _ceil(problem.K, config.tile_n)
+    share = config.tile_m * config.tile_n / (128 * 128)
+    per_slice = WGMMA_3XTF32_SLICE_MICROSECONDS * share**0.9
+    per_tile = _ceil(problem.gemm_k, config.tile_k) * per_slice + WGMMA_3XTF32_TILE_MICROSECONDS * share
     return max(_ceil(tiles, device.sm_count) * per_tile, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
 
 

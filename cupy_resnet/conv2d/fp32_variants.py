@@ -130,6 +130,7 @@ class Winograd(Variant):
 
     name = "conv2d_winograd"
     sources = ("conv2d_winograd",)
+    derives_filter = True
     THREADS = 512
 
     def supports(self, problem: Conv2dProblem, device: Device) -> Support:

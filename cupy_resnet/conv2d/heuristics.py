@@ -22,7 +22,7 @@ FP32_DEFAULT = "conv2d_implicit_gemm"
 TENSOR_CORE_DEFAULTS = ("conv2d_mma", "conv2d_wmma")
 """The fastest kernels that solve every problem; on tensor cores the first that the GPU supports."""
 
-FAST_WHERE_THEY_APPLY = ("conv2d_mma_patch", "conv2d_wgmma", "conv2d_wgmma_patch")
+FAST_WHERE_THEY_APPLY = ("conv2d_mma_patch", "conv2d_wgmma", "conv2d_wgmma_patch", "conv2d_wgmma_3xtf32")
 """Kernels on tensor cores that solve some problems."""
 
 
@@ -133,6 +133,8 @@ def _measured(
 def automatic(problem: Conv2dProblem, device: Device, spread_nan: bool = False) -> list[str]:
     """Returns the kernels that ``"auto"`` chooses among, first the one that needs no reason; arguments as of `choose`.
 
+    The weights of fully connected layers are not kept as filters: nothing is derived from them.
+
     Raises:
         UnsupportedProblemError: there is none.
     """
@@ -141,6 +143,8 @@ def automatic(problem: Conv2dProblem, device: Device, spread_nan: bool = False) 
         names.append("conv2d_winograd")
     if names[0] == "conv2d_mma":
         names += [name for name in FAST_WHERE_THEY_APPLY if VARIANTS[name].supports(problem, device)[0]]
+    if (problem.H, problem.W, problem.R, problem.S) == (1, 1, 1, 1):
+        names = [name for name in names if not VARIANTS[name].derives_filter]
     return names
 
 

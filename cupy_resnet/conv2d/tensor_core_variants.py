@@ -162,12 +162,8 @@ class MmaPatch(Variant):
         _launch_mma(self.name, problem, operands, operands.filter.weight, config, (rows,))
 
 
-class Wgmma(Variant):
-    """conv2d_wgmma: Hopper's warpgroup instructions, fed by the tensor memory accelerator."""
-
-    name = "conv2d_wgmma"
-    precisions = ("fp16", "bf16", "tf32")
-    sources = ("conv2d_wgmma",)
+class WgmmaIm2col(Variant):
+    """A kernel of Hopper's warpgroup instructions that has the tensor memory accelerator walk the output's pixels."""
 
     def supports(self, problem: Conv2dProblem, device: Device) -> Support:
         if device.compute_capability != (9, 0):
@@ -188,6 +184,14 @@ class Wgmma(Variant):
         if max(reach, problem.pad_h, problem.pad_w) > tensor_maps.MAX_OFFSET:
             return False, f"needs filters and padding up to {tensor_maps.MAX_OFFSET} pixels wide"
         return True, ""
+
+
+class Wgmma(WgmmaIm2col):
+    """conv2d_wgmma: Hopper's warpgroup instructions, fed by the tensor memory accelerator."""
+
+    name = "conv2d_wgmma"
+    precisions = ("fp16", "bf16", "tf32")
+    sources = ("conv2d_wgmma",)
 
     def configurations(self) -> Sequence[configs.WgmmaConfig]:
         return configs.WGMMA

@@ -22,7 +22,9 @@ BYTES = 128
 NONE = np.zeros(1, f"V{BYTES}")
 """In the place of a map that the kernel will not use."""
 
-_DATA_TYPES = {"fp16": 6, "tf32": 11, "bf16": 9}
+_DATA_TYPES = {"fp16": 6, "fp32-tc": 7, "bf16": 9, "tf32": 11}
+"""By precision; elements of type 11 are rounded to TF32 on their way, those of type 7 are not."""
+
 _INTERLEAVE_NONE, _SWIZZLE_128B, _L2_256B, _FILL_ZEROS = 0, 3, 3, 0
 _ROW_BYTES = 128
 """Of a box, innermost: what the swizzle takes."""

@@ -51,6 +51,8 @@ class Variant:
     precisions: tuple[str, ...] = ("fp32",)
     sources: tuple[str, ...]
     """The .cu files it launches, without suffix; all are compiled with a configuration's defines."""
+    derives_filter = False
+    """Whether it multiplies with a form of the filter that is made once per filter, before its first launch."""
 
     def supports(self, problem: Conv2dProblem, device: Device) -> Support:
         """Whether this variant solves `problem` on `device`, and if not, the reason."""

@@ -29,7 +29,8 @@ def make_engine(
         strict: whether a convolution that `kernel` does not support is an error rather than a fallback.
         device: index of the GPU, by default CuPy's current one; only for the CUDA engine.
         precision: a key of `conv2d.precision.PRECISIONS`, or ``"auto"``: fp16 on a GPU with tensor cores, unless
-            `kernel` cannot; fp32 otherwise. The NumPy engine computes in fp32.
+            `kernel` cannot; otherwise fp32, or fp32-tc for a kernel that knows nothing else. The NumPy engine computes
+            in fp32.
 
     Raises:
         EngineUnavailableError: the CUDA engine was asked for and cannot run here, or not in this precision.

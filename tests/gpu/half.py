@@ -9,6 +9,7 @@ from helpers import photographs, torch_model
 
 from cupy_resnet.checkpoints import read_state_dict
 from cupy_resnet.conv2d import VARIANTS
+from cupy_resnet.engines.selection import PREFERRED
 
 TIMES_TORCHS_ERROR = 2.0
 """How far our logits may be from the reference, in multiples of what torch's eager network in fp16 is."""
@@ -17,7 +18,7 @@ OTHER_ANSWERS = 1 / 200
 """Share of the images whose top-1 may be another than in fp32: two classes may be that close."""
 
 KERNELS = [("auto", "fp32")] + [
-    (kernel, "fp16" if kernel == "auto" or "fp16" in VARIANTS[kernel].precisions else "fp32")
+    (kernel, next(p for p in PREFERRED if kernel == "auto" or p in VARIANTS[kernel].precisions))
     for kernel in ("auto", *VARIANTS)
 ]
 """(kernel, precision): each kernel in what a model computes in that is told nothing else, and what fp32 chooses."""

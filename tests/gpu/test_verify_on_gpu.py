@@ -169,7 +169,8 @@ def test_a_broken_kernel_is_located(
 def test_a_mistake_in_any_kernels_epilogue_is_found(reference: Recording, spoil: Spoil, kernel: str) -> None:
     """The shortcut is forgotten for the last few of 512 filters."""
     spoil("epilogue.cuh", "if (residual) accumulator", "if (residual && k < 508) accumulator")
-    spoil("conv2d_wgmma.cu", "pair[0] + biases.x + shortcut.x", "pair[0] + biases.x + (k < 504 ? shortcut.x : 0.0f)")
+    for file in ("conv2d_wgmma.cu", "conv2d_wgmma_3xtf32.cu"):
+        spoil(file, "pair[0] + biases.x + shortcut.x", "pair[0] + biases.x + (k < 504 ? shortcut.x : 0.0f)")
     for file in ("mma_tile.cuh", "conv2d_wmma.cu"):
         forgetful = "(k < 504 ? epilogue : Epilogue8<ELEMENT>{epilogue.bias, nullptr, epilogue.with_relu})"
         spoil(file, "epilogue.load_residual<", f"{forgetful}.load_residual<")

@@ -10,7 +10,7 @@ from ...errors import EngineUnavailableError
 MIN_COMPUTE_CAPABILITY = {"fp16": (7, 0), "bf16": (8, 0), "tf32": (8, 0), "fp32-tc": (8, 0)}
 """The oldest tensor cores that multiply in a precision."""
 
-PREFERRED = ("fp16", "fp32")
+PREFERRED = ("fp16", "fp32", "fp32-tc")
 """What ``precision="auto"`` means: the first of them that the GPU and the demanded kernel can compute in."""
 
 

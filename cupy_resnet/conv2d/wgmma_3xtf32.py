@@ -1,0 +1,81 @@
+"""conv2d_wgmma_3xtf32: its filter in two parts, and its launch."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import jit
+from . import configs, tensor_maps
+from .device import Device
+from .params import conv2d_params
+from .problem import Conv2dProblem
+from .tensor_core_variants import WgmmaIm2col, multiprocessors
+from .variant import Filter, Operands, blocks
+
+if TYPE_CHECKING:
+    import cupy
+
+TRUNCATION = float.fromhex("0x1.4p-25")
+"""What tensor cores lose of a sum on average: `make_up_for_truncation` in kernels_cu/include/tensor_core.cuh."""
+
+
+class Wgmma3xTf32(WgmmaIm2col):
+    """conv2d_wgmma_3xtf32: conv2d_wgmma with three TF32 products for one of fp32."""
+
+    name = "conv2d_wgmma_3xtf32"
+    precisions = ("fp32-tc",)
+    sources = ("conv2d_wgmma_3xtf32",)
+    derives_filter = True
+
+    def configurations(self) -> Sequence[configs.Wgmma3xTf32Config]:
+        return configs.WGMMA_3XTF32
+
+    def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.Wgmma3xTf32Config]:
+        return [config for config in configs.WGMMA_3XTF32 if config.tile_n <= 64 or problem.K > 64]
+
+    def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.Wgmma3xTf32Config) -> None:
+        kernel = jit.get_function(self.name, defines=config.defines())
+        residuals = tensor_maps.NONE
+        if operands.residual is not None:
+            residuals = tensor_maps.matrix_map(problem, operands.residual, problem.K, config.tile_m)
+        arguments = (
+            tensor_maps.im2col_map(problem, operands.x, config.tile_m),
+            tensor_maps.matrix_map(problem, split_filter(operands.filter), problem.gemm_k, config.tile_n),
+            residuals,
+            *operands.tail(),
+            conv2d_params(problem, operands.relu),
+        )
+        grid = (min(blocks(problem.gemm_m, config.tile_m) * blocks(problem.K, config.tile_n), multiprocessors()),)
+        jit.launch(kernel, grid, (config.threads,), arguments, shared=config.shared_memory, waits=True)
+
+
+def split_filter(filter: Filter) -> "cupy.ndarray":
+    """Returns the filter's high parts and below them its low parts, (2, K, R, S, C), made once per filter."""
+    key = "3xtf32"
+    if key not in filter.packed:
+        import cupy
+
+        parts = cupy.empty((2, *filter.weight.shape), cupy.float32)
+        parts[0], parts[1] = split_tf32(filter.weight)
+        # Published only when it is there: another thread may use it on a stream that is not ordered after this one.
+        cupy.cuda.get_current_stream().synchronize()
+        filter.packed[key] = parts
+    return filter.packed[key]
+
+
+def split_tf32(values: Any) -> tuple[Any, Any]:
+    """Splits fp32 operands in two that tensor cores multiply, as the function of this name in tensor_core.cuh does.
+
+    Args:
+        values: a float32 array of NumPy or CuPy, C-contiguous.
+
+    Returns:
+        The nearest TF32, and what that leaves with what `make_up_for_truncation` adds to it: float32 arrays. Where the
+        first is not finite, the second is NaN, as for the kernels that split on the GPU.
+    """
+    high = ((values.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        exact = high.astype(np.float64)  # as are differences and sums of these: low is rounded once, as by fmaf
+        low = (values.astype(np.float64) - exact + exact * TRUNCATION).astype(np.float32)
+    return high, low

@@ -1,0 +1,119 @@
+"""What conv2d_wgmma_3xtf32 computes: its own text, run on the host in many orders (see `wgmma_3xtf32_host`)."""
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import ConvCase, torch_conv2d
+from wgmma_3xtf32_host import build, host_source, run
+
+from cupy_resnet.conv2d import Conv2dProblem
+from cupy_resnet.conv2d.configs import WGMMA_3XTF32
+from cupy_resnet.conv2d.wgmma_3xtf32 import split_tf32
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+PLAIN = Conv2dProblem(N=3, H=9, W=7, C=64, K=72, R=3, S=3, pad_h=1, pad_w=1, precision="fp32-tc")
+SHAPES = {
+    "3×3": PLAIN,
+    "1×1": replace(PLAIN, R=1, S=1, pad_h=0, pad_w=0, K=200),
+    "one slice": replace(PLAIN, C=32, R=1, S=1, pad_h=0, pad_w=0, N=9, K=64),
+    "uneven strides": replace(PLAIN, stride_h=2, stride_w=3, C=32, K=4, N=11),
+    "dilation": replace(PLAIN, dilation_h=2, pad_w=2, N=7),
+    "one pixel": replace(PLAIN, N=1, H=1, W=1),
+    "large padding": replace(PLAIN, N=2, H=3, W=5, pad_h=4, pad_w=3, C=32, K=132),
+    "many tiles": replace(PLAIN, N=13, C=32, K=260),
+}
+FORMS = {f"{config.tile_m}x{config.tile_n}": config.defines() for config in WGMMA_3XTF32}
+FORMS["few_stages"] = {**WGMMA_3XTF32[0].defines(), "NUM_STAGES": 2}
+FORMS["two_steps"] = {**WGMMA_3XTF32[0].defines(), "PRODUCT_STEPS": 2}
+FORMS["wide_product"] = {**WGMMA_3XTF32[0].defines(), "PRODUCT_N": 128}
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    assert COMPILER is not None
+    folder = tmp_path_factory.mktemp("host")
+    return {name: build(COMPILER, folder, host_source(), name, defines) for name, defines in FORMS.items()}
+
+
+def drawn(problem: Conv2dProblem, seed: int) -> dict[str, np.ndarray]:
+    """Integers, of which the pixels or the filters need their low parts too, while every sum has at most 24 bits.
+
+    Low parts are without what makes up for truncation, which sums of doubles would not cut off.
+    """
+    generator = np.random.default_rng(seed)
+    wide, narrow = (4999, 2) if seed % 2 else (2, 4999)
+    weight = generator.integers(-narrow, narrow + 1, problem.filter_shape).astype(np.float32)
+    high, _ = split_tf32(weight)
+    return {
+        "x": generator.integers(-wide, wide + 1, problem.input_shape).astype(np.float32),
+        "weight": weight,
+        "parts": np.stack([high, weight - high]),
+        "bias": generator.integers(-9, 10, problem.K).astype(np.float32),
+        "residual": generator.integers(-99, 100, problem.output_shape).astype(np.float32),
+    }
+
+
+def is_right(program: Path, problem: Conv2dProblem, seed: int) -> bool:
+    draw = random.Random(seed)
+    arrays = drawn(problem, seed)
+    bias, in_place, relu = draw.random() < 0.7, draw.random() < 0.3, draw.random() < 0.5
+    residual = in_place or draw.random() < 0.5
+    given = {**arrays, "bias": arrays["bias"] if bias else None, "residual": arrays["residual"] if residual else None}
+    expected = torch_conv2d(given, ConvCase(problem, relu=relu).arguments)
+    epilogue = {"bias": bias, "residual": residual, "in_place": in_place, "relu": relu}
+    y = run(program, problem, arrays, seed=seed, grid=draw.choice([1, 2, 5]), **epilogue)
+    return not isinstance(y, str) and np.array_equal(y, expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_exact_on_integers(programs: dict[str, Path], shape: str, form: str) -> None:
+    assert is_right(programs[form], SHAPES[shape], seed=list(SHAPES).index(shape) + list(FORMS).index(form))
+
+
+MISTAKES = {
+    "the first slice is not waited for": (
+        "    barrier_wait(shared_address(&barriers.full[place.stage]), place.parity);\n    next.load",
+        "    next.load",
+    ),
+    "the next slices are not waited for": ("if (last) barrier_wait(", "if (false) barrier_wait("),
+    "a product is added before it is complete": ("warpgroup_wait<1>();", "warpgroup_wait<2>();"),
+    "a slice is given back before it has been read": ("warpgroup_wait<0>();", "warpgroup_wait<1>();"),
+    "one consumer gives back slices for both": (
+        "barriers.empty[i]), CONSUMERS * WARPS);",
+        "barriers.empty[i]), WARPS);",
+    ),
+    "the producer does not wait": (
+        "barrier_wait(shared_address(&barriers.empty[place.stage]), place.parity);",
+        "",
+    ),
+    "rows are not swizzled": ("(corner ^ chunk * 16)", "(corner + chunk * 16)"),
+    "low parts take the place of high ones": (
+        "product, low.words[step][m], b_high",
+        "product, high.words[step][m], b_low",
+    ),
+    "the filter's low parts are forgotten": ("full, depth, params.K + n0", "full, depth, 2 * params.K"),
+    "a product is added to its neighbour": ("(number - 1) % BLOCKS);", "number % BLOCKS);"),
+    "y is stored before the residual is read": ("&& residual; ++f) {", "&& false; ++f) {"),
+    "rows behind the last are stored": (
+        "if (m >= params.gemm_m || k >= params.K) continue;",
+        "if (k >= params.K) continue;",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(tmp_path: Path, mistake: str) -> None:
+    """So that what is found right means something."""
+    assert COMPILER is not None
+    right, wrong = MISTAKES[mistake]
+    source = host_source()
+    assert source.count(right) == 1, mistake
+    program = build(COMPILER, tmp_path, source.replace(right, wrong), "wrong", WGMMA_3XTF32[0].defines())
+    assert not all(is_right(program, problem, seed) for problem in SHAPES.values() for seed in range(4))

@@ -1,0 +1,341 @@
+"""conv2d_wgmma_3xtf32.cu as a program of the host: its own text; C++ plays barriers, accelerator and tensor cores.
+
+A block runs with all threads of its consumers and one of its producer, taken in turns at random. Boxes lie in shared
+memory as the accelerator leaves them, some time after they were asked for, and NaN does until then; an instruction
+takes its operands as the PTX ISA lays them out, at any time until it is waited for. Whatever is read too early, or from
+a wrong place, makes a wrong result.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+from cupy_resnet.conv2d import Conv2dProblem
+from cupy_resnet.conv2d.params import conv2d_params
+from cupy_resnet.jit.sources import find_kernel
+
+HOST = r"""
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <random>
+#include <vector>
+#include <ucontext.h>
+#define __device__
+#define __global__
+#define __restrict__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+struct Index { int x; } threadIdx, blockIdx, gridDim;
+struct TensorMap { int id; };
+struct float2 { float x, y; };
+enum { PIXELS, FILTERS, RESIDUALS };
+unsigned char shared[227 << 10] __align__(1024);
+
+struct Barrier { int count, pending, phase; long bytes; };
+struct Box { unsigned place; std::vector<float> rows; unsigned barrier; };
+struct Instruction {
+    int columns;
+    float* sums[128];
+    unsigned a[128][4];
+    unsigned long long b;
+    bool accumulate;
+    int issued = 0;
+};
+struct Consumer {
+    std::deque<Instruction> instructions;  // not yet computed
+    long computed = 0;
+};
+struct Routine {
+    ucontext_t context;
+    int thread;
+    bool ended, for_all;
+    unsigned barrier;
+    int parity = -1;           // of a barrier that is waited for
+    long issued, until;        // instructions; those before `until` are waited for
+    std::vector<long> groups;  // their ends, in instructions
+};
+
+std::map<const void*, unsigned> addresses;
+std::map<unsigned, Barrier> barriers_at;
+std::vector<Box> fetches;
+Consumer consumers[2];
+std::vector<Routine> routines;
+ucontext_t scheduler;
+int current, at_sync;
+std::mt19937 draw;
+
+[[noreturn]] void fail(const char* what) { fprintf(stderr, "%s\n", what); _Exit(1); }
+void rest() { swapcontext(&routines[current].context, &scheduler); }
+Routine& self() { return routines[current]; }
+Consumer& consumer() { return consumers[threadIdx.x / 128 - 1]; }
+float bits_as_float(unsigned bits) { float value; memcpy(&value, &bits, 4); return value; }
+float __uint_as_float(unsigned bits) { return bits_as_float(bits); }
+unsigned __float_as_uint(float value) { unsigned bits; memcpy(&bits, &value, 4); return bits; }
+
+unsigned shared_address(const void* pointer) {
+    const auto byte = static_cast<const unsigned char*>(pointer);
+    if (byte >= shared && byte < shared + sizeof shared) return byte - shared;
+    return addresses.try_emplace(pointer, 0x100000 + 8 * addresses.size()).first->second;
+}
+unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
+float& at(unsigned address) { return *reinterpret_cast<float*>(shared + swizzled(address)); }
+
+void complete(Barrier& barrier) {
+    if (barrier.pending == 0 && barrier.bytes == 0) barrier.pending = barrier.count, ++barrier.phase;
+}
+void barrier_init(unsigned address, int count) { barriers_at[address] = {count, count, 0, 0}; }
+void barrier_init_done() {}
+void barrier_arrive(unsigned address) {
+    Barrier& barrier = barriers_at.at(address);
+    if (barrier.pending-- == 0) fail("a barrier has more arrivals than it counts");
+    complete(barrier);
+}
+void barrier_arrive_expecting(unsigned address, int bytes) {
+    barriers_at.at(address).bytes += bytes;
+    barrier_arrive(address);
+}
+void barrier_wait(unsigned address, int parity) {
+    self().barrier = address, self().parity = parity;
+    rest();
+    self().parity = -1;
+}
+void __syncthreads() {
+    ++at_sync, self().for_all = true;
+    rest();
+    self().for_all = false;
+}
+void let_next_kernel_start() {}
+void wait_for_earlier_kernels() {}
+
+unsigned long long operand(unsigned address) { return (address & 0x3ffff) >> 4; }
+void warpgroup_fence() {}
+void warpgroup_commit() { self().groups.push_back(self().issued); }
+template <int PENDING>
+void warpgroup_wait() {
+    const std::vector<long>& groups = self().groups;
+    self().until = groups.size() > PENDING ? groups[groups.size() - 1 - PENDING] : 0;
+    rest();
+}
+template <int COUNT>
+void warpgroup_results(float (&)[COUNT]) {}
+template <int N>
+void warpgroup_mma_tf32(float (&sums)[N / 2], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+    Consumer& own = consumer();
+    const long number = self().issued++ - own.computed;
+    if (number == long(own.instructions.size())) own.instructions.push_back({N, {}, {}, b, accumulate});
+    Instruction& instruction = own.instructions[number];
+    if (instruction.b != b || instruction.accumulate != accumulate) fail("threads issue different instructions");
+    instruction.sums[threadIdx.x % 128] = sums;
+    memcpy(instruction.a[threadIdx.x % 128], a, sizeof a);
+    ++instruction.issued;
+}
+// Products of TF32 are exact in double, and so are the sums of small integers.
+void compute(Consumer& own) {
+    Instruction& in = own.instructions.front();
+    double a[64][8];
+    for (int thread = 0; thread < 128; ++thread) {
+        const int row = thread / 32 * 16 + thread % 32 / 4, k = thread % 4;
+        for (int i = 0; i < 4; ++i) a[row + i % 2 * 8][k + i / 2 * 4] = bits_as_float(in.a[thread][i] & 0xffffe000u);
+    }
+    std::vector<double> b(in.columns * 8);
+    for (int n = 0; n < in.columns; ++n) {
+        for (int k = 0; k < 8; ++k) {
+            const unsigned address = unsigned(in.b & 0x3fff) * 16 + n * 128 + k * 4;
+            b[n * 8 + k] = bits_as_float(__float_as_uint(at(address)) & 0xffffe000u);
+        }
+    }
+    for (int thread = 0; thread < 128; ++thread) {
+        for (int i = 0; i < in.columns / 2; ++i) {
+            const int row = thread / 32 * 16 + thread % 32 / 4 + i % 4 / 2 * 8, n = i / 4 * 8 + thread % 4 * 2 + i % 2;
+            double sum = in.accumulate ? in.sums[thread][i] : 0.0;
+            for (int k = 0; k < 8; ++k) sum += a[row][k] * b[n * 8 + k];
+            in.sums[thread][i] = float(sum);
+        }
+    }
+    own.instructions.pop_front(), ++own.computed;
+}
+float2 make_float2(float x, float y) { return {x, y}; }
+float relu_of(float x) { return x < 0.0f ? 0.0f : x; }
+template <typename Element> float2 load_pair(const float* source) { return {source[0], source[1]}; }
+template <typename Element> void store_pair(float* place, float x, float y) { place[0] = x, place[1] = y; }
+void fetch_im2col(unsigned, const TensorMap&, unsigned, int, int, int, int, int, int);
+void fetch_box(unsigned, const TensorMap&, unsigned, int, int);
+void prefetch_box(const TensorMap& map, int, int) { if (map.id != RESIDUALS) fail("this is no residual"); }
+"""
+
+MAIN = r"""
+Conv2dParams params;
+int with_bias, with_residual, in_place;
+std::vector<float> x, parts, bias, residual, y;
+
+void fetch(unsigned place, std::vector<float> rows, unsigned barrier) {
+    for (unsigned i = 0; i < rows.size(); ++i) at(place + i * 4) = NAN;
+    fetches.push_back({place, std::move(rows), barrier});
+}
+void fetch_im2col(unsigned place, const TensorMap& map, unsigned barrier, int c, int w, int h, int n, int s, int r) {
+    if (map.id != PIXELS || place % 1024) fail("no place for pixels");
+    std::vector<float> rows(TILE_M * 32);
+    int q = (w + params.pad_w) / params.stride_w, p = (h + params.pad_h) / params.stride_h;
+    for (int row = 0; row < TILE_M; ++row) {
+        const int column = q * params.stride_w - params.pad_w + s, line = p * params.stride_h - params.pad_h + r;
+        if (n < params.N && column >= 0 && column < params.W && line >= 0 && line < params.H) {
+            const float* const pixel = &x[((long(n) * params.H + line) * params.W + column) * params.C + c];
+            for (int i = 0; i < 32; ++i) rows[row * 32 + i] = pixel[i];
+        }
+        if (++q == params.Q) q = 0, ++p;
+        if (p == params.P) p = 0, ++n;
+    }
+    fetch(place, rows, barrier);
+}
+void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int column, int first) {
+    if (map.id != FILTERS || place % 1024) fail("no place for filters");
+    std::vector<float> rows(TILE_N * 32);
+    for (int row = 0; row < TILE_N && first + row < 2 * params.K; ++row) {
+        for (int i = 0; i < 32; ++i) rows[row * 32 + i] = parts[long(first + row) * params.gemm_k + column + i];
+    }
+    fetch(place, rows, barrier);
+}
+void run() {
+    conv2d_wgmma_3xtf32({PIXELS}, {FILTERS}, {RESIDUALS}, with_bias ? bias.data() : nullptr,
+                        in_place ? y.data() : with_residual ? residual.data() : nullptr, y.data(), params);
+    self().ended = true;
+    rest();
+}
+bool can_go_on(const Routine& routine) {
+    if (routine.ended) return false;
+    if (routine.for_all) return at_sync == int(routines.size());
+    if (routine.parity >= 0) return barriers_at.at(routine.barrier).phase % 2 != routine.parity;
+    return routine.thread < 128 || consumers[routine.thread / 128 - 1].computed >= routine.until;
+}
+void block() {
+    static std::vector<std::vector<char>> stacks(257, std::vector<char>(1 << 16));
+    barriers_at.clear(), at_sync = 0;
+    routines.assign(257, {});
+    for (int i = 0; i < 257; ++i) {
+        Routine& routine = routines[i];
+        routine.thread = i == 256 ? 0 : 128 + i;
+        getcontext(&routine.context);
+        routine.context.uc_stack.ss_sp = stacks[i].data();
+        routine.context.uc_stack.ss_size = stacks[i].size();
+        makecontext(&routine.context, ::run, 0);
+    }
+    for (Consumer& consumer : consumers) consumer = {};
+    memset(shared, 0xff, sizeof shared);
+    const int lazy = draw() % 4;  // who is slow: nobody, the accelerator, one of the consumers
+    for (;;) {
+        std::vector<int> able;
+        for (int i = 0; i < 257; ++i) if (can_go_on(routines[i])) able.push_back(i);
+        std::vector<Consumer*> busy;
+        for (Consumer& consumer : consumers) {
+            const auto& instructions = consumer.instructions;
+            if (!instructions.empty() && instructions.front().issued == 128) busy.push_back(&consumer);
+        }
+        if (able.empty() && busy.empty() && fetches.empty()) break;
+        const bool stuck = able.empty() && busy.empty();
+        if (!fetches.empty() && (stuck || draw() % (lazy == 1 ? 50 : 3) == 0)) {
+            const int number = draw() % fetches.size();
+            const Box box = std::move(fetches[number]);
+            fetches.erase(fetches.begin() + number);
+            for (unsigned i = 0; i < box.rows.size(); ++i) at(box.place + i * 4) = box.rows[i];
+            Barrier& barrier = barriers_at.at(box.barrier);
+            barrier.bytes -= box.rows.size() * 4;
+            complete(barrier);
+        } else if (!busy.empty() && (able.empty() || draw() % 4 == 0)) {
+            compute(*busy[draw() % busy.size()]);
+        } else {
+            // Most go on at once, so that runs are short; a slow consumer seldom does.
+            for (int i : able) {
+                const bool slow = lazy >= 2 && routines[i].thread / 128 == lazy - 1;
+                if (draw() % (slow ? 8 : 2)) continue;
+                current = i, threadIdx.x = routines[i].thread;
+                swapcontext(&scheduler, &routines[i].context);
+            }
+        }
+    }
+    for (const Routine& routine : routines) if (!routine.ended) fail("nobody can go on");
+}
+void read(std::vector<float>& values, long count) {
+    values.resize(count);
+    if (long(fread(values.data(), 4, count, stdin)) != count) fail("too little input");
+}
+int main() {
+    int head[5];
+    if (fread(head, 4, 5, stdin) != 5 || fread(&params, sizeof params, 1, stdin) != 1) return 2;
+    draw.seed(head[0]), gridDim.x = head[1], with_bias = head[2], with_residual = head[3], in_place = head[4];
+    const long outputs = long(params.gemm_m) * params.K;
+    read(x, long(params.N) * params.H * params.W * params.C), read(parts, 2l * params.K * params.gemm_k);
+    read(bias, params.K), read(residual, outputs);
+    y = residual;
+    if (!in_place) for (float& value : y) value = NAN;
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) block();
+    fwrite(y.data(), 4, outputs, stdout);
+}
+"""
+
+
+def host_source() -> str:
+    """The program's text."""
+    path = find_kernel("conv2d_wgmma_3xtf32").path
+    include = path.parent / "include"
+    text = path.read_text(encoding="utf-8")
+    text = re.sub(r'#include "[^"]+"', "", text)
+    text = re.sub(r'asm volatile\("setmaxnreg.*?\);', "", text)
+    text = text.replace("extern __shared__ __align__(1024) unsigned char shared[];", "")
+    text = text.replace("__shared__", "static")
+    split = re.search(
+        r"template <int WORDS>[^;{}]+ split_tf32\(.*?\n}\n", (include / "tensor_core.cuh").read_text("utf-8"), re.S
+    )
+    assert split
+    params = (include / "conv2d_params.cuh").read_text("utf-8").replace("#pragma once", "")
+    return "\n".join([HOST, params, split[0], text, MAIN])
+
+
+def build(compiler: str, folder: Path, source: str, name: str, defines: dict[str, int | str]) -> Path:
+    """Compiles the program; returns its path."""
+    (folder / f"{name}.cpp").write_text(source, encoding="utf-8")
+    options = ["-std=c++20", "-O1", "-w", *(f"-D{key}={value}" for key, value in defines.items())]
+    subprocess.run([compiler, *options, f"{name}.cpp", "-o", name], cwd=folder, check=True)
+    return folder / name
+
+
+def run(
+    program: Path,
+    problem: Conv2dProblem,
+    arrays: dict[str, np.ndarray],
+    *,
+    seed: int,
+    grid: int,
+    bias: bool,
+    residual: bool,
+    in_place: bool,
+    relu: bool,
+) -> np.ndarray | str:
+    """Runs all blocks of a launch, one after the other; returns the output, or what went wrong.
+
+    Args:
+        program: from `build`.
+        problem: the convolution.
+        arrays: x, parts (2, K, R, S, C), bias and residual, float32.
+        seed: of the order.
+        grid: blocks.
+        bias, residual, relu: the epilogue.
+        in_place: whether the output lies in the residual's place.
+    """
+    head = np.array([seed, grid, bias, residual, in_place], np.int32).tobytes()
+    tensors = b"".join(
+        np.ascontiguousarray(arrays[name], np.float32).tobytes() for name in ("x", "parts", "bias", "residual")
+    )
+    given = head + conv2d_params(problem, relu).tobytes() + tensors
+    done = subprocess.run([program], input=given, capture_output=True, timeout=120, check=False)
+    if done.returncode:
+        return done.stderr.decode() or f"exit status {done.returncode}"
+    return np.frombuffer(done.stdout, np.float32).reshape(problem.output_shape)
