@@ -1,4 +1,4 @@
-// conv2d_wgmma_patch: conv2d_wgmma for stride 1, with the input of a tile kept in shared memory for all taps. DRAFT, never run.
+// conv2d_wgmma_patch: conv2d_wgmma for stride 1, with the input of a tile kept in shared memory for all taps.
 // @solves 2-D convolution of stride 1 that keeps the size, on the tensor cores of compute capability 9.0 (fp16, bf16)
 // @arch sm_90a
 //

@@ -22,7 +22,7 @@ SHAPES = conv_shapes(environment.test_data()) if environment.test_data().is_dir(
 EXACT = [pair for pair in PAIRS if pair[0] != "conv2d_winograd"]
 """Pairs that let a NaN reach exactly its receptive field (but see fp32-tc below)."""
 
-NARROW = ("conv2d_winograd", "conv2d_mma_patch", "conv2d_wgmma", "conv2d_wgmma_3xtf32")
+NARROW = ("conv2d_winograd", "conv2d_mma_patch", "conv2d_wgmma", "conv2d_wgmma_patch", "conv2d_wgmma_3xtf32")
 """Variants that solve few problems."""
 
 TENSOR_CORES = [pair for pair in PAIRS if PRECISIONS[pair[1]].tensor_cores]
@@ -107,6 +107,10 @@ def in_reach(variant: str, problem: Conv2dProblem) -> Conv2dProblem:
         C, K = -(-problem.C // channels) * channels, (problem.K + 7) // 8 * 8
         return replace(problem, groups=1, C=C, K=K)
     sizes = {"stride_h": 1, "stride_w": 1, "dilation_h": 1, "dilation_w": 1, "groups": 1}
+    if variant == "conv2d_wgmma_patch":
+        R, S = problem.R | 1, problem.S | 1
+        sizes |= {"C": (problem.C + 63) // 64 * 64, "K": (problem.K + 7) // 8 * 8}
+        sizes |= {"R": R, "S": S, "pad_h": R // 2, "pad_w": S // 2}
     if variant == "conv2d_mma_patch":
         sizes |= {"C": (problem.C + 7) // 8 * 8, "K": (problem.K + 7) // 8 * 8}
     problem = replace(problem, **sizes)

@@ -94,7 +94,10 @@ def undisturbed(clock: CudaClock, model: cupy_resnet.Model, x: Any) -> float:
     return 1e6 * min(clock.alone(lambda: model(x))[1] for _ in range(30))
 
 
-CONVOLUTIONS = {"fp32": {"conv2d_implicit_gemm"}, "fp16": {"conv2d_mma", "conv2d_mma_patch", "conv2d_wgmma"}}
+CONVOLUTIONS = {
+    "fp32": {"conv2d_implicit_gemm"},
+    "fp16": {"conv2d_mma", "conv2d_mma_patch", "conv2d_wgmma", "conv2d_wgmma_patch"},
+}
 """The kernels whose arithmetic is that of the direct convolution."""
 
 

@@ -171,6 +171,11 @@ def test_a_mistake_in_any_kernels_epilogue_is_found(reference: Recording, spoil:
     spoil("epilogue.cuh", "if (residual) accumulator", "if (residual && k < 508) accumulator")
     for file in ("conv2d_wgmma.cu", "conv2d_wgmma_3xtf32.cu"):
         spoil(file, "pair[0] + biases.x + shortcut.x", "pair[0] + biases.x + (k < 504 ? shortcut.x : 0.0f)")
+    spoil(
+        "conv2d_wgmma_patch.cu",
+        "residuals, barrier, tile.k, 0",
+        "residuals, barrier, tile.k < 448 ? tile.k : params.K, 0",
+    )
     for file in ("mma_tile.cuh", "conv2d_wmma.cu"):
         forgetful = "(k < 504 ? epilogue : Epilogue8<ELEMENT>{epilogue.bias, nullptr, epilogue.with_relu})"
         spoil(file, "epilogue.load_residual<", f"{forgetful}.load_residual<")
