@@ -187,7 +187,6 @@ __device__ __forceinline__ void produce(const INPUT* x, const float* mean, const
             // The phase before the first counts as complete: all places are free.
             barrier_wait(shared_address(&barriers.empty[place]), ~(number / PAIRS) & 1);
             store_cells(pairs + place * PAIR_BYTES, cells[i], mean, means, stds);
-            written_for_storing();  // the tensor cores read as the accelerator does
             __syncwarp();
             if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&barriers.full[place]));
             fetcher.next(cells[i]);
@@ -308,6 +307,9 @@ __device__ __forceinline__ void consume(const unsigned long long (&filters)[STEP
             for (; arrived < pair + PAIRS_READ; ++arrived) {
                 barrier_wait(shared_address(&barriers.full[arrived % PAIRS]), arrived / PAIRS & 1);
             }
+            // The tensor cores read as the accelerator does. Whoever has written could say so as well, but would wait for
+            // the pixels that are on their way.
+            written_for_storing();
             float sums[PIXELS / 2];
             multiply(sums, filters, shared_address(shared), pair);
             for (const unsigned read = pair + (p == unit.last ? PAIRS_READ : 1); pair < read; ++pair) {

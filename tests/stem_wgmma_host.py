@@ -119,18 +119,16 @@ size_t __cvta_generic_to_shared(const void* pointer) {
 }
 void barrier_init(unsigned address, int count) { barriers_at[address] = {count, count, 0}; }
 void barrier_init_done() {}
-bool unfenced[256];  // threads that have stored to shared memory since their last fence
+bool unfenced[256];  // threads that have waited for others' stores since their last fence
 void written_for_storing() { unfenced[threadIdx.x] = false; }
 void barrier_arrive(unsigned address) {
-    for (unsigned thread = threadIdx.x / 32 * 32; thread < threadIdx.x / 32 * 32 + 32; ++thread) {
-        if (unfenced[thread]) failure = "a store that tensor cores may not see";
-    }
     Barrier& barrier = barriers_at.at(address);
     if (--barrier.pending == 0) barrier.pending = barrier.count, ++barrier.phase;
     progress = true;
 }
 void barrier_wait(unsigned address, int parity) {
     wait_until([&] { return barriers_at.at(address).phase % 2 != parity; });
+    unfenced[threadIdx.x] = true;
 }
 void let_next_kernel_start() {}
 bool may_touch[256];
@@ -142,9 +140,7 @@ unsigned char* writes;  // of each 16 bytes of y
 Chunk load_chunk(const void* source) { Chunk chunk; memcpy(&chunk, source, 16); return chunk; }
 void store_chunk(void* place, const Chunk& chunk) {
     const auto byte = static_cast<unsigned char*>(place);
-    if (byte >= shared && byte < shared + sizeof shared) {
-        unfenced[threadIdx.x] = true;
-    } else {
+    if (byte < shared || byte >= shared + sizeof shared) {
         if (byte < y_begin || byte + 16 > y_end) failure = "a store outside of y";
         if (!may_touch[threadIdx.x]) failure = "a store before earlier kernels have ended";
         if (failure) return;
@@ -178,6 +174,7 @@ void warpgroup_fence() {}
 void warpgroup_commit() { committed[threadIdx.x] = true; }
 template <typename Element, int N>
 void warpgroup_mma(float (&sums)[N / 2], const unsigned long long (&a)[2], unsigned long long b, bool accumulate) {
+    if (unfenced[threadIdx.x]) failure = "stores that tensor cores may not see";
     const unsigned words[] = {unsigned(a[0]), unsigned(a[0] >> 32), unsigned(a[1]), unsigned(a[1] >> 32)};
     asked[threadIdx.x].push_back({{words[0], words[1], words[2], words[3]}, b, accumulate, sums});
     for (float& sum : sums) if (!accumulate) sum = NAN;

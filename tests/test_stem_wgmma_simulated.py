@@ -136,7 +136,7 @@ MISTAKES = {
     "a pair is given back too early": ("PAIRS_READ : 1); pair < read", "PAIRS_READ : 2); pair < read"),
     "a pair is not waited for": ("arrived < pair + PAIRS_READ;", "arrived < pair + PAIRS_READ - 1;"),
     "the place is not waited for": ("~(number / PAIRS) & 1", "number / PAIRS & 1"),
-    "stores without a fence": ("written_for_storing();  //", "//"),
+    "stores without a fence": ("            written_for_storing();\n", ""),
     "no copy of the last column": ("(CELLS - 2) * CELL_BYTES;", "CELL_BYTES;"),
     "columns outside of the map": ("past % 2 == 1) leave_out", "past % 2 == 2) leave_out"),
     "y before earlier kernels have ended": ("wait_for_earlier_kernels();  // they may", "// they may"),

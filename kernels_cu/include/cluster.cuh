@@ -5,9 +5,7 @@
 // all have arrived. Whole warps call these together, as __syncthreads.
 #pragma once
 
-// What this thread wrote before is visible to all after their wait, in whichever block's shared memory it is.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// The same with nothing to make visible: to know that all blocks have begun, before which theirs may not be written to.
+// With nothing to make visible: to know that all blocks have begun, before which theirs may not be written to.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -20,10 +18,7 @@ __device__ __forceinline__ unsigned address_in_block(unsigned address, int rank)
     return result;
 }
 
-__device__ __forceinline__ void store_in_cluster(unsigned address, float first, float second) {
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
-}
-// The same, announced to a barrier (tensor_memory.cuh) of the block that has the address: 8 bytes it may expect.
+// Writes 8 bytes, and tells a barrier (tensor_memory.cuh) of the block that has the address, which may expect them.
 __device__ __forceinline__ void store_in_cluster(unsigned address, float first, float second, unsigned barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
                  "f"(first), "f"(second), "r"(barrier) : "memory");

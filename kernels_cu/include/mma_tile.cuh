@@ -11,9 +11,6 @@
 #if SPLIT_K_CLUSTER > 1
 #include "cluster.cuh"
 #include "tensor_memory.cuh"
-#ifndef SPLIT_K_ASYNC
-#define SPLIT_K_ASYNC 0  // 1: each partial sum is announced to its block's own barrier, instead of one barrier of the cluster
-#endif
 #define SLICES_IN_A_CLUSTER __cluster_dims__(1, 1, SPLIT_K_CLUSTER)
 #else
 #define SLICES_IN_A_CLUSTER
@@ -224,8 +221,9 @@ struct Accumulator {
 
 #if SPLIT_K_CLUSTER > 1
 // Split-K in a cluster: the blocks of a tile, one per slice of the depth, each finish TILE_M / SPLIT_K_CLUSTER of its rows.
-// Partial sums are written right into the shared memory of the block that adds them up, where room is kept for them: a
-// single barrier lies between the last product and the output, and bias and residual are fetched while it completes.
+// Partial sums are written right into the shared memory of the block that adds them up, where room is kept for them, each
+// announced to that block's barrier: nothing else lies between the last product and the output, and bias and residual are
+// fetched while the sums are on their way.
 struct ClusterReduction {
     static constexpr int ROWS = TILE_M / SPLIT_K_CLUSTER;  // of the tile, for each block
     static constexpr int EIGHTS = TILE_N / 8;              // in a row: 8 neighbouring outputs are finished by one thread
@@ -237,7 +235,7 @@ struct ClusterReduction {
 
     // Call once, at the beginning.
     static __device__ __forceinline__ void begin() {
-        if (SPLIT_K_ASYNC && threadIdx.x == 0) {
+        if (threadIdx.x == 0) {
             barrier_init(all_received(), 1);
             barrier_init_done();
             barrier_arrive_expecting(all_received(), BYTES);
@@ -255,7 +253,6 @@ struct ClusterReduction {
         constexpr bool WHOLE = VECTOR > 1;
         cluster_wait();  // all blocks have begun: hardly ever is there anything to wait for, by now
         send(accumulator, shared_address(received), warp_m, warp_n);
-        if (!SPLIT_K_ASYNC) cluster_arrive();
 
         const int eight = threadIdx.x % EIGHTS, column = n0 + eight * 8;
         const int k = group * params.group_filters + column;
@@ -271,11 +268,7 @@ struct ClusterReduction {
             epilogue.load_residual<WHOLE>(residuals[pass], static_cast<long long>(pixel_of(pass)) * params.K + k,
                                           exists(pass) ? columns : 0);
         }
-        if (SPLIT_K_ASYNC) {
-            barrier_wait(all_received(), 0);
-        } else {
-            cluster_wait();
-        }
+        barrier_wait(all_received(), 0);
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
             if (!exists(pass)) continue;
@@ -304,16 +297,12 @@ struct ClusterReduction {
             const int row = warp_m + half * 8 + lane / 4;
             const unsigned source = received + (blockIdx.z * ROWS + row % ROWS) * ROW_SIZE;
             const unsigned target = address_in_block(source, row / ROWS) + lane % 2 * 8;
-            const unsigned barrier = SPLIT_K_ASYNC ? address_in_block(all_received(), row / ROWS) : 0;
+            const unsigned barrier = address_in_block(all_received(), row / ROWS);
 #pragma unroll
             for (int j = 0; j < FRAGMENTS_N; ++j) {
                 const float* const v = &accumulator.sums[half / 2][j][half % 2 * 2];
                 const unsigned address = target + swizzled_quad(row % ROWS, warp_n / 4 + j * 2 + lane % 4 / 2);
-                if (SPLIT_K_ASYNC) {
-                    store_in_cluster(address, v[0], v[1], barrier);
-                } else {
-                    store_in_cluster(address, v[0], v[1]);
-                }
+                store_in_cluster(address, v[0], v[1], barrier);
             }
         }
     }
