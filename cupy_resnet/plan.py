@@ -12,13 +12,14 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from .cuda_errors import lost_context_explained
 from .engines.base import Array, Ops
 from .gpu_arrays import library_of
 from .networks import Network
-from .replay import Replays
+from .replay import Captured, Replays
 
 if TYPE_CHECKING:
     from .engines.cuda_engine import CudaEngine
@@ -271,7 +272,6 @@ class _Plan:
     ) -> None:
         import cupy
 
-        from . import jit
         from .conv2d.scratch import new_counters, scratch
 
         self._cupy, self._network, self._ops = cupy, network, ops
@@ -293,21 +293,32 @@ class _Plan:
                 filters = [conv.weight for _, block in network.blocks for conv in block.convolutions()]
                 self._prefetch: Any = ops.prefetch(filters)
                 self._stream.synchronize()
-                # With few images the filters are most of what is read, and waiting for them most of the time.
-                few = self._prefetch.nbytes > self._pool.total_bytes()
-                self._stream.begin_capture()
-                beside = None
-                try:
-                    beside = _begun(self._prefetch, self._stream) if few else None
-                    with jit.overlapping():
-                        self._logits, self._features = network.body(ops, self._input)
-                finally:
-                    if beside is not None:
-                        self._stream.wait_event(beside.record())
-                    graph = self._stream.end_capture()
-        self._graph: Any = graph
-        self.replays = Replays(self._lock, graph, self._logits, self._done)
+        # With few images the filters are most of what is read, and waiting for them most of the time.
+        self._few = self._prefetch.nbytes > self._pool.total_bytes()
+        self._body: Captured | None = self._captured()
+        self.replays = Replays(self._lock, self._body, self._done)
         self.nbytes = int(self._pool.total_bytes())
+
+    def _captured(self, front: Callable[[], Any] | None = None) -> Captured:
+        """Captures the network's body, behind its front where one is given, in the plan's memory."""
+        from . import jit
+        from .conv2d.scratch import scratch
+
+        with self._cupy.cuda.using_allocator(self._pool.malloc), self._stream, scratch(self._counters):
+            self._stream.begin_capture()
+            beside = None
+            try:
+                beside = _begun(self._prefetch, self._stream) if self._few else None
+                with jit.overlapping():
+                    with jit.recording() as launches:
+                        if front is not None:
+                            front()
+                    logits, features = self._network.body(self._ops, self._input)
+            finally:
+                if beside is not None:
+                    self._stream.wait_event(beside.record())
+                graph = self._stream.end_capture()
+        return Captured(graph, logits, features, launches)
 
     def run(
         self,
@@ -324,20 +335,22 @@ class _Plan:
         cupy = self._cupy
         stream = cupy.cuda.get_current_stream()
         with self._lock:
-            if self._graph is None:
+            body = self._body
+            if body is None:
                 raise MemoryError("the plan was dropped")
-            logits = cupy.empty_like(self._logits) if out is None else out
-            pooled = cupy.empty_like(self._features) if features else None
+            logits = cupy.empty_like(body.logits) if out is None else out
+            pooled = cupy.empty_like(body.features) if features else None
             stream.wait_event(self._done)  # of the call before, which may have used another stream
             with jit.recording() as launches:
                 self._network.front(self._ops, x, mean=mean, std=std, out=self._input)
-            self._graph.launch(stream)
-            logits.data.copy_from_device_async(self._logits.data, self._logits.nbytes, stream)
+            body.graph.launch(stream)
+            logits.data.copy_from_device_async(body.logits.data, body.logits.nbytes, stream)
             if pooled is not None:
-                pooled.data.copy_from_device_async(self._features.data, self._features.nbytes, stream)
+                pooled.data.copy_from_device_async(body.features.data, body.features.nbytes, stream)
             self._done.record(stream)
             if given is not None:
-                self.replays.note(given, launches)
+                front = partial(self._network.front, self._ops, x, mean=None, std=None, out=self._input)
+                self.replays.note(given, launches, lambda: self._captured(front))
         return logits, pooled
 
     def close(self) -> None:
@@ -345,5 +358,5 @@ class _Plan:
         with self._lock:
             self._done.synchronize()
             self.replays.clear()
-            self._graph = self._input = self._logits = self._features = self._counters = self._prefetch = None
+            self._body = self._input = self._counters = self._prefetch = None
             self._pool.free_all_blocks()

@@ -2,16 +2,18 @@
 
 At batch 1 a GPU computes a small network in less time than Python needs to check an array, bring it to CuPy, and choose
 and launch the kernel that reads it. The outcome of all that depends on the input's signature only. So a plan notes, at
-the first call with a signature, the launch that read the input. Later calls are that launch with another address, the
-plan's graph, and the copy of the results.
+the first call with a signature, the launch that read the input, and captures the whole pass with it. Later calls are
+that graph with another address for its first kernel, and the copy of the results; or, where a graph's kernels cannot be
+told addresses, the launch by itself and the graph of all the rest.
 
 A front that does anything else than one such launch, as copying the input first, cannot be repeated like that; neither
 can a call during the capture of a graph. Such calls go the long way each time.
 """
 
+import logging
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import jit
 from .gpu_arrays import Library, Signature, library_of
@@ -19,8 +21,33 @@ from .gpu_arrays import Library, Signature, library_of
 if TYPE_CHECKING:
     import cupy
 
-MAX_REPLAYS = 64
+logger = logging.getLogger(__name__)
+
+MAX_REPLAYS = 16
 """Signatures that a plan remembers; the oldest goes first."""
+
+
+class Captured(NamedTuple):
+    """A part of a forward pass, up to its end, as a graph.
+
+    Args:
+        graph: the captured graph.
+        logits, features: (N, num_classes) and (N, num_features) float32, where it leaves them.
+        front: what the network's front launched, if that is in the graph.
+    """
+
+    graph: "cupy.cuda.Graph"
+    logits: "cupy.ndarray"
+    features: "cupy.ndarray"
+    front: Sequence[jit.Launch] = ()
+
+
+class _Replay(NamedTuple):
+    """How to repeat a pass: what enqueues it, for a stream and an input's address, and where the logits are then."""
+
+    enqueue: Callable[[int, int], None]
+    logits: tuple[int, int, int]  # address, bytes, kind of copy
+    kept: Captured
 
 
 class Replays:
@@ -28,41 +55,59 @@ class Replays:
 
     Args:
         lock: the plan's: held while work is enqueued that uses its memory.
-        graph: everything between the front and the results, captured; the plan keeps it until `clear`.
-        logits: (N, num_classes) float32, where the graph leaves them; likewise.
+        body: everything between the front and the results.
         done: recorded at the end of each call.
     """
 
-    def __init__(
-        self, lock: threading.Lock, graph: "cupy.cuda.Graph", logits: "cupy.ndarray", done: "cupy.cuda.Event"
-    ) -> None:
+    def __init__(self, lock: threading.Lock, body: Captured, done: "cupy.cuda.Event") -> None:
         import cupy
 
         self._runtime: Any = cupy.cuda.runtime
-        self._lock = lock
-        self._device, self._shape = logits.data.device_id, logits.shape
-        self._graph, self._done = graph.graphExec, done.ptr
-        self._logits = logits.data.ptr, logits.nbytes, self._runtime.memcpyDeviceToDevice
-        self._fronts: dict[Signature, jit.PreparedLaunch] = {}
+        self._lock, self._done, self._body = lock, done.ptr, body
+        self._device, self._shape = body.logits.data.device_id, body.logits.shape
+        self._replays: dict[Signature, _Replay] = {}
 
-    def note(self, given: Any, launches: Sequence[jit.Launch]) -> None:
-        """Remembers how an input was read, if that can be repeated. The caller holds the lock.
+    def note(self, given: Any, launches: Sequence[jit.Launch], capture: Callable[[], Captured]) -> None:
+        """Remembers how to repeat a call, if that is possible. The caller holds the lock.
 
         Args:
             given: the array of the caller's, of whatever kind.
             launches: all that the front launched.
+            capture: captures the same call, front and body.
         """
         library = library_of(given)
         seen = None if library is None else library.look_at(given)
-        if seen is None or len(launches) != 1 or not launches[0].reads(seen[2]):
+        if seen is None or seen[0] in self._replays or len(launches) != 1 or not launches[0].reads(seen[2]):
             return
-        while len(self._fronts) >= MAX_REPLAYS:
-            del self._fronts[next(iter(self._fronts))]
-        self._fronts[seen[0]] = jit.PreparedLaunch(launches[0])
+        while len(self._replays) >= MAX_REPLAYS:
+            del self._replays[next(iter(self._replays))]
+        self._replays[seen[0]] = self._whole(capture) or self._in_two_parts(launches[0])
+
+    def _whole(self, capture: Callable[[], Captured]) -> _Replay | None:
+        try:
+            captured = capture()
+            (front,) = captured.front
+            return self._replay(jit.PreparedGraph(captured.graph, front), captured)
+        except (LookupError, MemoryError) as error:
+            logger.info("the kernel that reads the input is launched by itself: %s", error)
+            return None
+
+    def _in_two_parts(self, launch: jit.Launch) -> _Replay:
+        front, graph, graph_launch = jit.PreparedLaunch(launch), self._body.graph.graphExec, self._runtime.graphLaunch
+
+        def enqueue(stream: int, address: int) -> None:
+            front(stream, address)
+            graph_launch(graph, stream)
+
+        return self._replay(enqueue, self._body)
+
+    def _replay(self, enqueue: Callable[[int, int], None], captured: Captured) -> _Replay:
+        logits = captured.logits
+        return _Replay(enqueue, (logits.data.ptr, logits.nbytes, self._runtime.memcpyDeviceToDevice), captured)
 
     def clear(self) -> None:
         """Forgets everything, so that nothing is replayed any more. The caller holds the lock."""
-        self._fronts.clear()
+        self._replays.clear()
 
     def __call__(self, library: Library, signature: Signature, address: int, given: Any, out: Any) -> Any | None:
         """Enqueues a pass on the stream that is current in the caller's library.
@@ -77,9 +122,9 @@ class Replays:
             happened then.
         """
         with self._lock:
-            front = self._fronts.get(signature)
+            replay = self._replays.get(signature)
             runtime, device, done = self._runtime, self._device, self._done
-            if front is None or runtime.getDevice() != device:
+            if replay is None or runtime.getDevice() != device:
                 return None
             stream = library.stream(device)
             if runtime.streamIsCapturing(stream):
@@ -90,13 +135,12 @@ class Replays:
                 if target is None:
                     return None
             runtime.streamWaitEvent(stream, done)  # of the call before, which may have used another stream
-            front(stream, address)
-            runtime.graphLaunch(self._graph, stream)
+            replay.enqueue(stream, address)
             # From here on the GPU has something to do: what the host still needs takes no time.
             try:
                 if target is None:
                     out, target = library.empty(self._shape, given)
-                runtime.memcpyAsync(target, *self._logits, stream)
+                runtime.memcpyAsync(target, *replay.logits, stream)
             except MemoryError:
                 return None  # there, plans are dropped to make room
             finally:

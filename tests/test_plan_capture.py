@@ -32,7 +32,7 @@ class Log:
 
     def stream(self, non_blocking: bool) -> "Stream":
         assert non_blocking
-        self.streams.append(Stream(self, ("plan", "beside")[len(self.streams) - 1]))
+        self.streams.append(Stream(self, "plan" if len(self.streams) == 1 else "beside"))
         return self.streams[-1]
 
 
@@ -167,7 +167,8 @@ def test_few_images_have_their_filters_brought_beside_the_first_layers(log: Log)
     plan = _Plan(network(log), ops, array(5), None, None)
     assert log.lines == BEFORE + AFTER_FORKING
     assert ops.filters == ["a", "b", "c", "d"]  # the stem's is needed at once, and not in the graph where it is fused
-    assert plan._graph == "graph"
+    assert plan._body is not None
+    assert plan._body.graph == "graph"
     assert plan._prefetch is not None  # the graph has the addresses that it reads
     plan.close()
     assert plan._prefetch is None
@@ -189,3 +190,22 @@ def test_a_capture_that_fails_is_ended(log: Log) -> None:
     assert log.lines[-1] == "plan ends"
     assert [stream.name for stream in log.current] == ["caller"]
     assert not getattr(launching._thread, "overlapping", False)
+
+
+def test_a_call_is_captured_with_its_front_to_be_repeated(log: Log) -> None:
+    ops: Any = Ops(log, nbytes=1001)
+    plan = _Plan(network(log), ops, array(5), None, None)
+    log.lines.clear()
+    captured = plan._captured(lambda: log.enqueue("front of the call"))
+    assert log.lines == [
+        "plan begins",
+        "plan records 4",
+        "beside waits for 4",
+        "beside: prefetch",
+        "plan: front of the call, overlapping",
+        "plan: body, overlapping",
+        "beside records 5",
+        "plan waits for 5",
+        "plan ends",
+    ]
+    assert captured[:3] == ("graph", "logits", "features")

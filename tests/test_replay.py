@@ -12,9 +12,9 @@ import pytest
 
 from cupy_resnet import replay as replay_module
 from cupy_resnet.jit import Launch
-from cupy_resnet.replay import MAX_REPLAYS, Replays
+from cupy_resnet.replay import MAX_REPLAYS, Captured, Replays
 
-GRAPH, LOGITS, DONE, STREAM = 0x61, 0x10600, 0xE, 0x57
+BODY, WHOLE, LOGITS, DONE, STREAM = 0x61, 0x62, 0x10600, 0xE, 0x57
 
 
 class Input:
@@ -51,7 +51,7 @@ class Cuda:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.device, self.capturing = 1, False
+        self.device, self.capturing, self.graphs_can_be_told = 1, False, True
         self.lock = threading.Lock()
 
     def getDevice(self) -> int:  # noqa: N802
@@ -75,14 +75,29 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=fake)))
     monkeypatch.setattr(replay_module, "library_of", lambda x: Library() if isinstance(x, Input) else None)
     prepared = lambda launch: lambda stream, address: fake.launched(launch.kernel, stream, address)  # noqa: E731
-    monkeypatch.setattr(replay_module, "jit", SimpleNamespace(PreparedLaunch=prepared))
+
+    def with_input(graph: Any, launch: Launch) -> Any:
+        if not fake.graphs_can_be_told:
+            raise LookupError("no cuda-bindings")
+        return lambda stream, address: fake.run(graph.graphExec, launch.kernel, stream, address)
+
+    monkeypatch.setattr(replay_module, "jit", SimpleNamespace(PreparedLaunch=prepared, PreparedGraph=with_input))
     return fake
+
+
+def captured(graph: int, logits: int, front: list[Launch]) -> Captured:
+    array = SimpleNamespace(data=SimpleNamespace(ptr=logits, device_id=1), shape=(2, 10), nbytes=80)
+    return Captured(SimpleNamespace(graphExec=graph), array, None, front)
 
 
 @pytest.fixture
 def replays(cuda: Cuda) -> Replays:
-    logits = SimpleNamespace(data=SimpleNamespace(ptr=LOGITS, device_id=1), shape=(2, 10), nbytes=80)
-    return Replays(cuda.lock, SimpleNamespace(graphExec=GRAPH), logits, SimpleNamespace(ptr=DONE))
+    return Replays(cuda.lock, captured(BODY, LOGITS, []), SimpleNamespace(ptr=DONE))
+
+
+def note(replays: Replays, x: Any, launches: list[Launch]) -> None:
+    """As a plan does; what it captures for itself has other numbers."""
+    replays.note(x, launches, lambda: captured(WHOLE, LOGITS + 1, launches))
 
 
 def reading(x: Input, kernel: str = "front") -> Launch:
@@ -96,27 +111,57 @@ def call(replays: Replays, x: Input, out: Any = None, library: Any = None) -> An
 
 
 @pytest.mark.parametrize(("out", "address"), [(None, 0xAAA0), ("out (2, 10)", 0xBBB0)])
-def test_a_replay_is_the_wait_the_front_the_graph_the_copy_and_the_record(
+def test_a_replay_is_the_wait_the_graph_with_its_front_the_copy_and_the_record(
     cuda: Cuda, replays: Replays, out: str | None, address: int
 ) -> None:
-    replays.note(Input(), [reading(Input())])
+    note(replays, Input(), [reading(Input())])
     assert call(replays, Input(address=0x2000), out) == (out or "new (2, 10)")
     assert cuda.calls == [
         ("streamWaitEvent", STREAM + 1, DONE),
-        ("launched", "front", STREAM + 1, 0x2000),
-        ("graphLaunch", GRAPH, STREAM + 1),
-        ("memcpyAsync", address, LOGITS, 80, 3, STREAM + 1),
+        ("run", WHOLE, "front", STREAM + 1, 0x2000),
+        ("memcpyAsync", address, LOGITS + 1, 80, 3, STREAM + 1),
         ("eventRecord", DONE, STREAM + 1),
     ]
+
+
+@pytest.mark.parametrize("why", ["graphs are not told", "no room"])
+def test_where_a_graph_cannot_be_had_or_told_the_front_is_launched_before_that_of_the_body(
+    cuda: Cuda, replays: Replays, why: str
+) -> None:
+    def no_room() -> Captured:
+        raise MemoryError
+
+    cuda.graphs_can_be_told = False
+    x = Input()
+    replays.note(x, [reading(x)], no_room if why == "no room" else lambda: captured(WHOLE, LOGITS + 1, [reading(x)]))
+    assert call(replays, Input(address=0x2000)) is not None
+    assert cuda.calls == [
+        ("streamWaitEvent", STREAM + 1, DONE),
+        ("launched", "front", STREAM + 1, 0x2000),
+        ("graphLaunch", BODY, STREAM + 1),
+        ("memcpyAsync", 0xAAA0, LOGITS, 80, 3, STREAM + 1),
+        ("eventRecord", DONE, STREAM + 1),
+    ]
+
+
+def test_what_is_known_is_not_captured_again(cuda: Cuda, replays: Replays) -> None:
+    x = Input()
+    note(replays, x, [reading(x)])
+
+    def fail() -> Captured:
+        raise AssertionError("captured twice")
+
+    replays.note(x, [reading(x)], fail)
+    assert call(replays, x) is not None
 
 
 def test_each_signature_has_its_own_front(cuda: Cuda, replays: Replays) -> None:
     for signature in ("NCHW", "NHWC"):
         x = Input(signature)
-        replays.note(x, [reading(x, f"front of {signature}")])
+        note(replays, x, [reading(x, f"front of {signature}")])
     for signature in ("NHWC", "NCHW", "NHWC"):
         assert call(replays, Input(signature)) is not None
-        (front,) = [made[1] for made in cuda.calls if made[0] == "launched"]
+        (front,) = [made[2] for made in cuda.calls if made[0] == "run"]
         assert front == f"front of {signature}"
         cuda.calls.clear()
     assert call(replays, Input("float16")) is None
@@ -129,11 +174,11 @@ def test_only_a_front_that_is_one_launch_which_reads_the_callers_array_is_repeat
     x = Input()
     copied = reading(Input(address=0x5000))
     for launches in ([], [copied], [reading(x), copied], [copied, reading(x)], [Launch("front", (1,), (32,), (), 0)]):
-        replays.note(x, launches)
+        note(replays, x, launches)
         assert call(replays, x) is None, launches
     odd = Input("odd")
-    replays.note(odd, [reading(odd)])
-    replays.note("of NumPy", [reading(x)])
+    note(replays, odd, [reading(odd)])
+    note(replays, "of NumPy", [reading(x)])
     assert call(replays, x) is None
     assert cuda.calls == []
 
@@ -141,7 +186,7 @@ def test_only_a_front_that_is_one_launch_which_reads_the_callers_array_is_repeat
 @pytest.mark.parametrize("why", ["another device", "capturing", "unsuitable out", "cleared"])
 def test_where_it_goes_the_long_way_nothing_is_enqueued(cuda: Cuda, replays: Replays, why: str) -> None:
     x, library = Input(), Library()
-    replays.note(x, [reading(x)])
+    note(replays, x, [reading(x)])
     cuda.device = 0 if why == "another device" else 1
     cuda.capturing = why == "capturing"
     if why == "cleared":
@@ -155,17 +200,17 @@ def test_the_graph_is_launched_before_memory_is_sought_and_whoever_comes_next_wa
     cuda: Cuda, replays: Replays
 ) -> None:
     x, library = Input(), Library()
-    replays.note(x, [reading(x)])
+    note(replays, x, [reading(x)])
     library.room = False
     assert call(replays, x, None, library) is None
-    assert [made[0] for made in cuda.calls] == ["streamWaitEvent", "launched", "graphLaunch", "eventRecord"]
+    assert [made[0] for made in cuda.calls] == ["streamWaitEvent", "run", "eventRecord"]
     assert not cuda.lock.locked()
 
 
 def test_the_oldest_of_too_many_signatures_is_forgotten(cuda: Cuda, replays: Replays) -> None:
     inputs = [Input(str(i)) for i in range(MAX_REPLAYS + 2)]
     for x in inputs:
-        replays.note(x, [reading(x)])
+        note(replays, x, [reading(x)])
     assert [call(replays, x) is None for x in inputs] == [True, True] + [False] * MAX_REPLAYS
 
 
@@ -174,7 +219,7 @@ def test_an_error_frees_the_plan_for_others(cuda: Cuda, replays: Replays) -> Non
         def stream(self, device: int) -> int:
             raise RuntimeError("no stream")
 
-    replays.note(Input(), [reading(Input())])
+    note(replays, Input(), [reading(Input())])
     with pytest.raises(RuntimeError, match="no stream"):
         call(replays, Input(), None, Failing())
     assert not cuda.lock.locked()

@@ -10,7 +10,7 @@ Importing this package imports no CuPy; compiling needs CuPy and NVRTC but no GP
 
 from .arch import Arch
 from .building import Compiled, CompileEvent, Defines, compile_kernel, compile_listeners, on_compile
-from .launching import Launch, PreparedLaunch, allocating_during_capture, launch, overlapping, recording
+from .launching import Launch, PreparedGraph, PreparedLaunch, allocating_during_capture, launch, overlapping, recording
 from .loading import get_function
 from .ptxas import KernelResources
 from .report import Report, compile_reports
@@ -24,6 +24,7 @@ __all__ = [
     "KernelResources",
     "KernelSource",
     "Launch",
+    "PreparedGraph",
     "PreparedLaunch",
     "Report",
     "allocating_during_capture",

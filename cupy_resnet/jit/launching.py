@@ -6,7 +6,8 @@ the last blocks of the other still run. Where many short kernels follow each oth
 batch 1, that hides most of what a launch costs the GPU.
 
 Launches may be prepared: one that was recorded is repeated with another array in its first place, for the price of the
-driver's call. Choosing a kernel and packing its arguments in Python costs the host several times as much.
+driver's call, by itself or within a captured graph. Choosing a kernel and packing its arguments in Python costs the
+host several times as much.
 """
 
 import contextlib
@@ -16,9 +17,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import cupy
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +89,21 @@ def recording() -> Iterator[list[Launch]]:
         _thread.recorded = before
 
 
+class _Parameters:
+    """A recorded launch's parameters as the driver takes them. Arguments other than the first are kept alive."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._kept = launch.kernel, launch.arguments[1:]
+        self._values = [_as_bytes(argument) for argument in launch.arguments]
+        self._pointers = _pointers_to(self._values)
+        self.address = ctypes.addressof(self._pointers)
+        self.first = ctypes.c_void_p.from_buffer(self._values[0])
+
+
 class PreparedLaunch:
     """A launch to be repeated with other arrays in the place of its first argument, by one thread at a time.
 
-    It never overlaps with the kernel before it. Arguments other than the first are kept alive.
+    It never overlaps with the kernel before it.
 
     Args:
         launch: a recorded one, whose first argument is an array. It has run: what its kernel had to be allowed is.
@@ -97,11 +112,7 @@ class PreparedLaunch:
     def __init__(self, launch: Launch) -> None:
         import cupy
 
-        self._kept = launch.kernel, launch.arguments[1:]
-        self._values = [_as_bytes(argument) for argument in launch.arguments]
-        self._pointers = _pointers_to(self._values)
-        self._parameters = ctypes.addressof(self._pointers)
-        self._first = ctypes.c_void_p.from_buffer(self._values[0])
+        self._parameters = _Parameters(launch)
         self._launch_kernel = cupy.cuda.driver.launchKernel
         self._what = launch.kernel.kernel.ptr, *_three(launch.grid), *_three(launch.block), launch.shared
 
@@ -112,8 +123,66 @@ class PreparedLaunch:
             stream: the handle of one of that device's streams.
             address: of the array that the kernel gets first. It must look to the kernel as the recorded one did.
         """
-        self._first.value = address
-        self._launch_kernel(*self._what, stream, self._parameters, 0)  # copies the values at once
+        self._parameters.first.value = address
+        self._launch_kernel(*self._what, stream, self._parameters.address, 0)  # copies the values at once
+
+
+class PreparedGraph:
+    """A captured graph to be run with other arrays in the place of a kernel's first argument, by one thread at a time.
+
+    Args:
+        graph: it must stay alive.
+        launch: recorded during its capture; the first argument is an array that no other kernel of the graph reads.
+
+    Raises:
+        LookupError: the graph's kernels cannot be looked at, for want of cuda-bindings, or this one is not among them.
+    """
+
+    def __init__(self, graph: "cupy.cuda.Graph", launch: Launch) -> None:
+        import cupy
+
+        driver = _driver()
+        if driver is None:
+            raise LookupError("cuda-bindings is not installed")
+        self._driver, self._graph_launch = driver, cupy.cuda.runtime.graphLaunch
+        self._parameters = _Parameters(launch)
+        self._handle, self._graph = graph.graphExec, driver.CUgraphExec(graph.graphExec)
+        self._node, self._kernel = _find_kernel(graph.graph, launch.kernel.kernel.ptr)
+        self._kernel.kernelParams = self._parameters.address
+
+    def __call__(self, stream: int, address: int) -> None:
+        """Enqueues the graph, as `PreparedLaunch` does a launch; runs that are under way are not affected."""
+        self._parameters.first.value = address
+        _check(*self._driver.cuGraphExecKernelNodeSetParams(self._graph, self._node, self._kernel))
+        self._graph_launch(self._handle, stream)
+
+
+def _find_kernel(graph: int, function: int) -> tuple[Any, Any]:
+    """Returns the only node of a graph that runs a function, and its parameters; raises LookupError."""
+    driver = _driver()
+    status, _, count = driver.cuGraphGetNodes(driver.CUgraph(graph))
+    _check(status)
+    status, nodes, _ = driver.cuGraphGetNodes(driver.CUgraph(graph), count)
+    _check(status)
+    found = []
+    for node in nodes:
+        status, kind = driver.cuGraphNodeGetType(node)
+        _check(status)
+        if kind == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+            status, parameters = driver.cuGraphKernelNodeGetParams(node)
+            _check(status)
+            if int(parameters.func) == function:
+                found.append((node, parameters))
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} of the graph's kernels are the one that was launched")
+    return found[0]
+
+
+def _check(status: Any) -> None:
+    import cupy
+
+    if status != _driver().CUresult.CUDA_SUCCESS:
+        raise cupy.cuda.driver.CUDADriverError(int(status))
 
 
 def launch(
@@ -186,9 +255,7 @@ def _launch_early(
     config.numAttrs = 1
     values = [_as_bytes(argument) for argument in arguments]  # alive until the launch has copied them
     pointers = _pointers_to(values)
-    (status,) = driver.cuLaunchKernelEx(config, driver.CUfunction(kernel.kernel.ptr), ctypes.addressof(pointers), 0)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise cupy.cuda.driver.CUDADriverError(int(status))
+    _check(*driver.cuLaunchKernelEx(config, driver.CUfunction(kernel.kernel.ptr), ctypes.addressof(pointers), 0))
 
 
 def _three(sizes: tuple[int, ...]) -> tuple[int, ...]:
