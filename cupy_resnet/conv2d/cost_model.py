@@ -65,6 +65,9 @@ PEAK_TFLOPS = {"fp16": 600.0, "bf16": 600.0, "tf32": 300.0, "fp32-tc": 100.0}
 BANDWIDTH = 3.0e6
 """Bytes per microsecond that an H100 copies, read and written."""
 
+MMA_SHARE_OF_BANDWIDTH = 0.65
+"""That kernels without the tensor memory accelerator reach on layers which memory bounds, as 56², 64 → 256 filters, 1×1."""
+
 STEP_MICROSECONDS = 0.25
 """A block's time per slice when it has its multiprocessor to itself: latencies that nothing hides."""
 
@@ -100,7 +103,7 @@ def _tensor_core_microseconds(
     elif slices > 1:
         partial = slices * config.tile_m * config.tile_n * 4  # bytes of a tile's partial sums, written and read again
         reduce = 1.0 + partial / REDUCE_BYTES_PER_MICROSECOND + 2 * partial * (blocks // slices) / BANDWIDTH
-    return max(arithmetic, problem.bytes / BANDWIDTH) + reduce + LAUNCH_MICROSECONDS
+    return max(arithmetic, problem.bytes / (MMA_SHARE_OF_BANDWIDTH * BANDWIDTH)) + reduce + LAUNCH_MICROSECONDS
 
 
 WGMMA_SLICE_MICROSECONDS = 0.41
@@ -118,29 +121,31 @@ def _wgmma_microseconds(problem: Conv2dProblem, device: Device, config: configs.
     return max(arithmetic, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
 
 
-WGMMA_PATCH_SLICE_MICROSECONDS = 0.32
-"""For a slice of 256 pixels × 64 filters × 64 channels: a guess from the instruction's rate."""
+WGMMA_PATCH_SLICE_MICROSECONDS = 0.33
+WGMMA_PATCH_CHUNK_MICROSECONDS = 1.15
+"""For 64 filters, 256 pixels and 64 channels: the products of one tap, and at least that for all taps together, since
+the next patch has to come meanwhile; from ResNet's layers, N = 256 on an H200."""
 
 
 def _wgmma_patch_microseconds(problem: Conv2dProblem, device: Device, config: configs.WgmmaPatchConfig) -> float:
     tile = patch_tile(problem, config.pixels, device.shared_memory_per_block)
     assert tile is not None, "not one of the candidates"
     tiles = tile.pixel_tiles * _ceil(problem.K, config.FILTERS)
-    slices = problem.R * problem.S * _ceil(problem.C, config.CHANNELS)
-    per_tile = slices * WGMMA_PATCH_SLICE_MICROSECONDS * max(0.3, config.pixels / 256) + WGMMA_TILE_MICROSECONDS
+    per_chunk = max(problem.R * problem.S * WGMMA_PATCH_SLICE_MICROSECONDS, WGMMA_PATCH_CHUNK_MICROSECONDS)
+    per_tile = _ceil(problem.C, config.CHANNELS) * per_chunk * max(0.3, config.pixels / 256) + WGMMA_TILE_MICROSECONDS
     return max(_ceil(tiles, device.sm_count) * per_tile, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
 
 
-WGMMA_3XTF32_SLICE_MICROSECONDS = 1.25
+WGMMA_3XTF32_SLICE_MICROSECONDS = 1.1
 WGMMA_3XTF32_TILE_MICROSECONDS = 1.5
-"""For a slice of 128×128×32, and for a tile beside its slices, which nothing overlaps: a guess from the rate of three
-TF32 products and from the bandwidth of a multiprocessor."""
+"""For a slice of 128×128×32, and for a tile beside its slices, which nothing overlaps; from ResNet's 3×3 layers, N = 256
+and 32 on an H200."""
 
 
 def _wgmma_3xtf32_microseconds(problem: Conv2dProblem, device: Device, config: configs.Wgmma3xTf32Config) -> float:
     tiles = _ceil(problem.gemm_m, config.tile_m) * _ceil(problem.K, config.tile_n)
     share = config.tile_m * config.tile_n / (128 * 128)
-    per_slice = WGMMA_3XTF32_SLICE_MICROSECONDS * share**0.9
+    per_slice = WGMMA_3XTF32_SLICE_MICROSECONDS * share**0.7
     per_tile = _ceil(problem.gemm_k, config.tile_k) * per_slice + WGMMA_3XTF32_TILE_MICROSECONDS * share
     return max(_ceil(tiles, device.sm_count) * per_tile, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
 
