@@ -6,7 +6,14 @@ from .._names import unknown_name
 from ..conv2d import PRECISIONS, check_kernel
 from ..errors import EngineUnavailableError
 from .cuda.convolution import Convolutions
-from .cuda.device import cuda_obstacle, describe_device, find_device, precision_obstacle, resolve_precision
+from .cuda.device import (
+    PREFERRED,
+    cuda_obstacle,
+    describe_device,
+    find_device,
+    precision_obstacle,
+    resolve_precision,
+)
 from .cuda.forms import SPECIALISATIONS
 from .cuda.pointwise import Pointwise
 from .cuda.pooling import POOL2D_DTYPE, POOL2D_FIELDS, Pooling
@@ -14,6 +21,7 @@ from .cuda.pooling import POOL2D_DTYPE, POOL2D_FIELDS, Pooling
 __all__ = [
     "POOL2D_DTYPE",
     "POOL2D_FIELDS",
+    "PREFERRED",
     "SPECIALISATIONS",
     "CudaEngine",
     "cuda_obstacle",

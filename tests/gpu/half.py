@@ -9,7 +9,7 @@ from helpers import photographs, torch_model
 
 from cupy_resnet.checkpoints import read_state_dict
 from cupy_resnet.conv2d import VARIANTS
-from cupy_resnet.engines.selection import PREFERRED
+from cupy_resnet.engines.cuda_engine import PREFERRED
 
 TIMES_TORCHS_ERROR = 2.0
 """How far our logits may be from the reference, in multiples of what torch's eager network in fp16 is."""
