@@ -66,7 +66,7 @@ BANDWIDTH = 3.0e6
 """Bytes per microsecond that an H100 copies, read and written."""
 
 MMA_SHARE_OF_BANDWIDTH = 0.65
-"""That kernels without the tensor memory accelerator reach on layers which memory bounds, as 56², 64 → 256 filters, 1×1."""
+"""That kernels without the tensor memory accelerator reach on layers bound by memory, as 1×1 from 64 to 256 at 56²."""
 
 STEP_MICROSECONDS = 0.25
 """A block's time per slice when it has its multiprocessor to itself: latencies that nothing hides."""
@@ -138,8 +138,8 @@ def _wgmma_patch_microseconds(problem: Conv2dProblem, device: Device, config: co
 
 WGMMA_3XTF32_SLICE_MICROSECONDS = 1.1
 WGMMA_3XTF32_TILE_MICROSECONDS = 1.5
-"""For a slice of 128×128×32, and for a tile beside its slices, which nothing overlaps; from ResNet's 3×3 layers, N = 256
-and 32 on an H200."""
+"""For a slice of 128×128×32, and for a tile beside its slices, which nothing overlaps; from ResNet's 3×3 layers,
+N = 256 and 32 on an H200."""
 
 
 def _wgmma_3xtf32_microseconds(problem: Conv2dProblem, device: Device, config: configs.Wgmma3xTf32Config) -> float:
