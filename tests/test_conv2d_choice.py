@@ -392,10 +392,8 @@ def test_winograd_is_chosen_only_where_it_is_allowed_and_expected_to_be_faster()
                 general = fastest("conv2d_implicit_gemm", problem, gpu)[1]
                 assert fastest("conv2d_winograd", problem, gpu)[1] < general
     assert choose(LARGE, T4, spread_nan=True).variant == "conv2d_implicit_gemm"
-    for precision in PRECISIONS:
-        if PRECISIONS[precision].tensor_cores:
-            variant = choose(replace(LARGE, precision=precision), H100, spread_nan=True).variant
-            assert variant in ("conv2d_mma", *NARROW)
+    for precision in (name for name, arithmetic in PRECISIONS.items() if arithmetic.tensor_cores):
+        assert choose(replace(LARGE, precision=precision), H100, spread_nan=True).variant in ("conv2d_mma", *NARROW)
 
 
 def test_decisions_are_kept() -> None:

@@ -302,7 +302,11 @@ def test_explain_kernels_without_a_gpu(fuse: bool) -> None:
 
 def test_explain_is_in_the_precision_that_is_asked_for() -> None:
     network = describe("resnet18")
-    for precision, kernels in {"auto": {"conv2d_wgmma"}, "fp32": {"conv2d_implicit_gemm", "conv2d_winograd"}}.items():
+    expected = {
+        "auto": {"conv2d_wgmma", "conv2d_wgmma_patch"},
+        "fp32": {"conv2d_implicit_gemm", "conv2d_winograd"},
+    }
+    for precision, kernels in expected.items():
         steps = [step for step in explain(network, (256, 3, 224, 224), precision=precision) if "conv2" in step.layer]
         assert len(steps) == 8
         assert {step.kernel for step in steps} <= kernels, precision
