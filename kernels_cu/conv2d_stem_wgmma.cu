@@ -9,16 +9,18 @@
 //            y N × PP × PQ × K, ELEMENT, where PP × PQ is the pooled size.
 // Grid       x: any number of blocks, which take the units in turn, best as many as are resident at once; y: K / 64. A unit is
 //            stripe_rows pooled rows of a tile of columns of an image. Block 256 threads: a producer and a consumer warpgroup.
-// Shared     SHARED_BYTES, dynamic: PAIRS pairs of input rows, two pooled rows on their way out.
+// Shared     SHARED_BYTES, dynamic: PAIRS pairs of input rows, two pooled rows on their way out, STAGES pairs as they lie in x.
 // Requires   K a multiple of 64; y aligned to 16 bytes.
 // This rung  against conv2d_stem: the filters stay in the consumer's registers for good, so that shared memory gives pixels
 //            only. Two neighbouring outputs begin 2 columns = 8 elements = 16 bytes apart: 8 of them are 128 bytes one after
 //            the other, just what the instruction takes for 8 rows of an operand that is not swizzled. The im2col matrix is
 //            the input row itself, read with overlaps. Only the last of 7 columns needs a copy beside zeros, as the column
 //            behind it, though its weights are zeros, might be NaN. A block goes down the image: each row of the convolution
-//            is computed, rounded and compared in registers with those above it, so that only pooled rows leave them. The
-//            producer converts rows as they become free; of the two blocks of a multiprocessor one multiplies while the
-//            other pools.
+//            is computed, rounded and compared in registers with those above it, so that only pooled rows leave them. Of
+//            the two blocks of a multiprocessor one multiplies while the other pools. A warp that loads the rows itself
+//            waits for memory once per pair, however many it has asked for: its few counters of outstanding loads are
+//            waited for as a whole. So the accelerator brings them, three pairs ahead, and the producer only converts; but
+//            rows that are not aligned to 16 bytes it loads itself. Bytes are converted once each, to a table.
 #include "dependent_launch.cuh"
 #include "normalize.cuh"
 #include "stem_params.cuh"
@@ -45,21 +47,27 @@ constexpr int BLOCKS = PIXELS / 8, POOLED = PIXELS / 2;      // of a row: column
 constexpr int CELL_BYTES = 16, CELLS = PIXELS + 2, ROW_BYTES = (CELLS + PIXELS) * CELL_BYTES;
 // Pair i holds input rows 2i − 3 and 2i − 2: row p of the convolution reads pairs p to p + 3 but for the very last row.
 constexpr int PAIRS = 8, PAIR_BYTES = 2 * ROW_BYTES, PAIRS_READ = 4;
-constexpr int AHEAD = CHANNELS == 4 ? 2 : 3;  // pairs on their way through the producer's registers
 constexpr int TILE_PITCH = FILTERS * 2 + 16, TILE_BYTES = POOLED * TILE_PITCH;  // the 8 rows of a matrix in different banks
-constexpr int SHARED_BYTES = PAIRS * PAIR_BYTES + 2 * TILE_BYTES;
-static_assert(MIN_BLOCKS * (SHARED_BYTES + 2048) <= 228 * 1024, "as many blocks have room, with what the system reserves");
+// Pairs on their way from x, a run of bytes for each channel of a row, wherever among 16 it begins, or one run as long.
+constexpr int INPUT_BYTES = sizeof(INPUT), STAGES = 4, RUN_BYTES = ((2 * PIXELS + 6) * INPUT_BYTES + 15) / 16 * 16 + 16;
+constexpr int STAGE_ROW_BYTES = CHANNELS * RUN_BYTES, STAGE_BYTES = 2 * STAGE_ROW_BYTES;
+constexpr int SHARED_BYTES = PAIRS * PAIR_BYTES + 2 * TILE_BYTES + STAGES * STAGE_BYTES;
+constexpr bool BYTES = INPUT_BYTES == 1;  // each of their values is converted once
+constexpr int TABLE = BYTES ? 256 * CHANNELS : 1;
+static_assert(MIN_BLOCKS * (SHARED_BYTES + 2 * TABLE + 2048) <= 228 * 1024, "room for all, and what the system reserves");
 static_assert(PIXELS % 16 == 0 && PIXELS + 3 <= WARPGROUP, "two blocks of columns are pooled at once; a cell per thread");
 
 struct Barriers {
     unsigned long long full[PAIRS], empty[PAIRS];  // arrivals count warps
+    unsigned long long staged[STAGES];
 };
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ void consumer_sync() { asm volatile("bar.sync 1, %0;" ::"n"(WARPGROUP) : "memory"); }
+// Among the threads of one role: 1 of producers, 2 of consumers.
+__device__ __forceinline__ void role_sync(int role) { asm volatile("bar.sync %0, %1;" ::"r"(role), "n"(WARPGROUP) : "memory"); }
 
 // How the pooled map is cut into units.
 struct Units {
@@ -88,109 +96,80 @@ struct Unit {
     __device__ __forceinline__ int pairs() const { return last - first + PAIRS_READ; }
 };
 
-// A producer thread's cells of a pair of rows.
-struct Cells {
-    INPUT values[2][2][CHANNELS];  // of both rows, both columns
-    unsigned inside;               // bit 2 · row + column: it lies in the image; EXISTS: there is such a pair
-};
-constexpr unsigned EXISTS = 16;
-
-// Asks for pairs, one after the other through all units of the block.
-struct Fetcher {
-    const INPUT* x;
-    const INPUT* columns[2];   // where this thread's columns of the image begin, or others where these lie outside
-    const StemParams& params;
+// The pairs of input rows that a block brings, through all its units.
+struct Pairs {
     const Units& units;
-    unsigned number, inside;   // the next unit; which of the columns lie in the image, bit by bit
-    int h, left;               // the next pair's first row, pairs left of the unit
+    const StemParams& params;
+    unsigned number = blockIdx.x;            // the next unit
+    int n = 0, column = 0, h = 0, left = 0;  // image, first column of the tile, first row; pairs left of the unit
 
-    __device__ __forceinline__ Fetcher(const INPUT* x, const StemParams& params, const Units& units)
-        : x(x), params(params), units(units), number(blockIdx.x), inside(0), h(0), left(0) {}
+    __device__ __forceinline__ Pairs(const Units& units, const StemParams& params) : units(units), params(params) {}
 
-    __device__ __forceinline__ void next(Cells& cells) {
-        const int thread = static_cast<int>(threadIdx.x);
+    __device__ __forceinline__ bool next() {
+        h += 2;
         if (left == 0) {
-            cells.inside = 0;
-            if (number >= units.count) return;
+            if (number >= units.count) return false;
             const Unit unit(number, units, params);
             number += gridDim.x;
-            left = unit.pairs();
-            h = 2 * unit.first - 3;
-            inside = 0;
-#pragma unroll
-            for (int column = 0; column < 2; ++column) {
-                const int w = 2 * (unit.column + thread) - 3 + column, near = min(max(w, 0), params.W - 1);
-                inside |= (w == near ? 1 : 0) << column;
-                columns[column] = x + unit.n * params.stride_n + near * params.stride_w;
-            }
+            n = unit.n, column = unit.column, h = 2 * unit.first - 3, left = unit.pairs();
         }
-        cells.inside = EXISTS;
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            // What lies outside is read from the nearest place inside, to do without conditions, and not used.
-            const int near = min(max(h + row, 0), params.H - 1);
-            if (h + row == near) cells.inside |= inside << 2 * row;
-            const long long down = near * params.stride_h;
-#pragma unroll
-            for (int i = 0; i < 2 * CHANNELS && thread < PIXELS + 3; ++i) {
-                const int column = i / CHANNELS, c = i % CHANNELS;
-                cells.values[row][column][c] = columns[column][down + c * params.stride_c];
-            }
-        }
-        h += 2;
         --left;
+        return true;
     }
 };
 
-// Normalises, rounds and stores a thread's cells of a pair; zeros outside the image.
-__device__ __forceinline__ void store_cells(unsigned char* pair, const Cells& cells, bool normalize,
-                                            const float (&means)[CHANNELS], const float (&stds)[CHANNELS]) {
-    const int thread = static_cast<int>(threadIdx.x);
-    if (thread >= PIXELS + 3) return;
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        Chunk cell;
-#pragma unroll
-        for (int column = 0; column < 2; ++column) {
-            const unsigned mask = cells.inside >> (2 * row + column) & 1 ? ~0u : 0;
-            float values[4] = {};
-#pragma unroll
-            for (int c = 0; c < CHANNELS; ++c) {
-                const INPUT pixel = cells.values[row][column][c];
-                values[c] = normalize ? normalized(pixel, means, stds, c) : scaled(pixel);
-            }
-            cell.words[2 * column] = pack_pair(values[0], values[1], ELEMENT{}) & mask;
-            cell.words[2 * column + 1] = CHANNELS > 2 ? pack_pair(values[2], values[3], ELEMENT{}) & mask : 0;
-        }
-        unsigned char* const place = pair + row * ROW_BYTES + thread * CELL_BYTES;
-        if (thread < CELLS) store_chunk(place, cell);
-        cell.words[2] = cell.words[3] = 0;
-        if (thread >= 3) store_chunk(place + (CELLS - 3) * CELL_BYTES, cell);
-    }
-}
+#include "stem_cells.cuh"
 
 // Brings the input rows of all units of the block, in order.
-__device__ __forceinline__ void produce(const INPUT* x, const float* mean, const float* std, unsigned char* pairs,
-                                        Barriers& barriers, const Units& units, const StemParams& params) {
-    float means[CHANNELS] = {}, stds[CHANNELS] = {};
+template <Source FROM>
+__device__ __forceinline__ void produce(const INPUT* x, const float* mean, const float* std, unsigned char* shared,
+                                        unsigned short* table, Barriers& barriers, const Units& units,
+                                        const StemParams& params) {
+    unsigned char* const stages = shared + PAIRS * PAIR_BYTES + 2 * TILE_BYTES;
+    const int thread = static_cast<int>(threadIdx.x);
+    const bool asks = FROM != STRIDED && thread == 0;
+    Pairs pairs(units, params), asked(units, params);
+    const auto ask_next = [&](unsigned stage) {
+        if (!asked.next()) return;
+        ask<FROM>(x, shared_address(stages + stage * STAGE_BYTES), shared_address(&barriers.staged[stage]), asked, params);
+    };
+    if (asks) {
+#pragma unroll 1
+        for (int stage = 0; stage < STAGES - 1; ++stage) ask_next(stage);
+    }
+    const bool normalize = mean && !BYTES;  // bytes when the table is made
+    Conversion conversion = {{}, {}, table};
 #pragma unroll
-    for (int c = 0; c < CHANNELS && mean; ++c) means[c] = mean[c], stds[c] = std[c];
-    Fetcher fetcher(x, params, units);
-    Cells cells[AHEAD] = {};
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) fetcher.next(cells[i]);
-    for (unsigned number = 0;;) {
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i, ++number) {
-            if (!(cells[i].inside & EXISTS)) return;
-            const unsigned place = number % PAIRS;
-            // The phase before the first counts as complete: all places are free.
-            barrier_wait(shared_address(&barriers.empty[place]), ~(number / PAIRS) & 1);
-            store_cells(pairs + place * PAIR_BYTES, cells[i], mean, means, stds);
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&barriers.full[place]));
-            fetcher.next(cells[i]);
+    for (int c = 0; c < CHANNELS && normalize; ++c) conversion.means[c] = mean[c], conversion.stds[c] = std[c];
+    if constexpr (BYTES) {
+        for (int i = thread; i < TABLE; i += WARPGROUP) {
+            const float value = normalized(static_cast<unsigned char>(i % 256), mean, std, i / 256);
+            table[i] = static_cast<unsigned short>(pack_pair(value, 0, ELEMENT{}));
         }
+        role_sync(1);
+    }
+    for (unsigned number = 0; pairs.next(); ++number) {
+        const unsigned place = number % PAIRS, before = number - 1;
+        if constexpr (FROM != STRIDED) {
+            if (asks) {
+                // The stage that comes next is free when all warps have stored what it held.
+                if (number > 0) barrier_wait(shared_address(&barriers.full[before % PAIRS]), before / PAIRS & 1);
+                ask_next((number + STAGES - 1) % STAGES);
+            }
+            __syncwarp();
+            barrier_wait(shared_address(&barriers.staged[number % STAGES]), number / STAGES & 1);
+        }
+        Cells cells;
+        const bool works = thread < PIXELS + 3;
+        if (works) load_cells<FROM>(cells, x, stages + number % STAGES * STAGE_BYTES, pairs, params);
+        // The phase before the first counts as complete: all places are free.
+        barrier_wait(shared_address(&barriers.empty[place]), ~(number / PAIRS) & 1);
+        if (works) {
+            unsigned char* const pair = shared + place * PAIR_BYTES;
+            normalize ? store_cells<true>(pair, cells, conversion) : store_cells<false>(pair, cells, conversion);
+        }
+        __syncwarp();
+        if (thread % 32 == 0) barrier_arrive(shared_address(&barriers.full[place]));
     }
 }
 
@@ -230,6 +209,11 @@ __device__ __forceinline__ void multiply(float (&sums)[PIXELS / 2], const unsign
 
 // Of every 8 columns, for filters g and g + 8 of the warp, a word of columns 2t and 2t + 1.
 using Row = unsigned[2][BLOCKS];
+
+__device__ __forceinline__ void copy(Row& to, const Row& from) {
+#pragma unroll
+    for (int i = 0; i < 2 * BLOCKS; ++i) to[i % 2][i / 2] = from[i % 2][i / 2];
+}
 
 // Replaces column `past`, which is odd and the first behind the map, by its left neighbour.
 __device__ __forceinline__ void leave_out(Row& row, int past) {
@@ -299,7 +283,10 @@ __device__ __forceinline__ void consume(const unsigned long long (&filters)[STEP
     unsigned pair = 0, arrived = 0;  // the one that the row begins with, and how many have been waited for, of the block
     for (unsigned number = blockIdx.x; number < units.count; number += gridDim.x) {
         const Unit unit(number, units, params);
-        const int past = params.Q - unit.column;
+        const int past = params.Q - unit.column, q0 = unit.column / 2;
+        const int first = q0 > 0 ? 1 : 0, behind = min(params.PQ - q0, POOLED);  // pooled columns of the tile that are stored
+        const long long pixel = static_cast<long long>(unit.n) * params.PP * params.PQ + q0 + thread / 8;
+        ELEMENT* const place = y + pixel * params.K + chunk * 8;
         Row kept;  // the largest of the rows above that belong to the next pooled row
 #pragma unroll
         for (int i = 0; i < 2 * BLOCKS; ++i) kept[i % 2][i / 2] = lowest;
@@ -315,26 +302,28 @@ __device__ __forceinline__ void consume(const unsigned long long (&filters)[STEP
             for (const unsigned read = pair + (p == unit.last ? PAIRS_READ : 1); pair < read; ++pair) {
                 if (thread % 32 == 0) barrier_arrive(shared_address(&barriers.empty[pair % PAIRS]));
             }
-            Row largest;
+            Row row, largest;
 #pragma unroll
             for (int i = 0; i < 2 * BLOCKS; ++i) {
                 const int m = i % 2, j = i / 2;
-                const unsigned word = pack_pair(sums[2 * i] + biases[m], sums[2 * i + 1] + biases[m], ELEMENT{});
-                largest[m][j] = larger_word(kept[m][j], word, ELEMENT{});
-                kept[m][j] = p % 2 == 1 ? word : largest[m][j];
+                row[m][j] = pack_pair(sums[2 * i] + biases[m], sums[2 * i + 1] + biases[m], ELEMENT{});
+                largest[m][j] = larger_word(kept[m][j], row[m][j], ELEMENT{});
             }
-            if (p % 2 == 1 ? p == unit.first : p < params.P - 1) continue;  // no pooled row ends here
+            if (p % 2 == 0 && p < params.P - 1) {  // no pooled row ends here
+                copy(kept, largest);
+                continue;
+            }
+            copy(kept, row);
+            if (p % 2 == 1 && p == unit.first) continue;  // nor here, but in the unit above
             if (past < PIXELS && past % 2 == 1) leave_out(largest, past);
             pool(shared_address(tile), largest);
-            consumer_sync();  // also: all have read the other tile, which is the next to be written
-            const int q0 = unit.column / 2;
-            ELEMENT* const target = y + ((static_cast<long long>(unit.n) * params.PP + p / 2) * params.PQ + q0) * params.K;
+            role_sync(2);  // also: all have read the other tile, which is the next to be written
+            ELEMENT* const target = place + static_cast<long long>(p / 2) * params.PQ * params.K;
 #pragma unroll
             for (int i = 0; i < POOLED; i += WARPGROUP / 8) {
                 const int q = i + thread / 8;
-                if (q < POOLED && q0 + q < params.PQ && (q > 0 || q0 == 0)) {
-                    store_chunk(target + static_cast<long long>(q) * params.K + chunk * 8,
-                                load_chunk(tile + q * TILE_PITCH + chunk * 16));
+                if (first <= q && q < behind) {
+                    store_chunk(target + static_cast<long long>(i) * params.K, load_chunk(tile + q * TILE_PITCH + chunk * 16));
                 }
             }
             tile += to_other;
@@ -348,11 +337,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                       const float* std, ELEMENT* y, const StemParams params, const int stripe_rows) {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ Barriers barriers;
+    __shared__ unsigned short table[TABLE];
     if (threadIdx.x == 0) {
         for (int i = 0; i < PAIRS; ++i) {
             barrier_init(shared_address(&barriers.full[i]), WARPS);
             barrier_init(shared_address(&barriers.empty[i]), WARPS);
         }
+        for (int i = 0; i < STAGES; ++i) barrier_init(shared_address(&barriers.staged[i]), 1);
         barrier_init_done();
     }
     __syncthreads();
@@ -363,14 +354,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (threadIdx.x < WARPGROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
         wait_for_earlier_kernels();
-        produce(x, mean, std, shared, barriers, units, params);
-        return;
+        switch (source_of(x, params)) {
+            case CHANNELS_LAST: return produce<CHANNELS_LAST>(x, mean, std, shared, table, barriers, units, params);
+            case PLANES: return produce<PLANES>(x, mean, std, shared, table, barriers, units, params);
+            default: return produce<STRIDED>(x, mean, std, shared, table, barriers, units, params);
+        }
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 184;");
     unsigned long long filters[STEPS][2];
     load_filters(filters, filter + static_cast<long long>(k0) * WORDS * 2);
     const int k = threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
     const float biases[2] = {bias[k0 + k], bias[k0 + k + 8]};
+    // They are here before the wait: what does not change is fetched while earlier kernels run.
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; ++i) asm volatile("" : "+l"(filters[i / 2][i % 2]));
     wait_for_earlier_kernels();  // they may still read y
     consume(filters, biases, y + k0, shared, barriers, units, params);
 }

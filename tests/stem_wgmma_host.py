@@ -13,268 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from stem_wgmma_machine import HOST, MAIN
 
 from cupy_resnet.conv2d.stem import pooled_shape, stem_params
 from cupy_resnet.conv2d.stem_wgmma import FILTERS
 from cupy_resnet.jit.sources import find_kernel
-
-HOST = r"""
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <map>
-#include <random>
-#include <vector>
-#include <ucontext.h>
-#define __device__
-#define __global__
-#define __restrict__
-#define __forceinline__ inline
-#define __launch_bounds__(...)
-#define __align__(n) __attribute__((aligned(n)))
-#define WARPGROUP_MMA_FROM_REGISTERS(...)
-#pragma GCC diagnostic ignored "-Wunknown-pragmas"
-
-struct Index { unsigned x, y; } threadIdx, blockIdx, gridDim;
-using std::max, std::min;
-
-// Elements, as element.cuh has them.
-struct Half { unsigned short bits; };
-struct BFloat16 { unsigned short bits; };
-struct alignas(16) Chunk { unsigned words[4]; };
-float __uint_as_float(unsigned bits) { float v; memcpy(&v, &bits, 4); return v; }
-float __int_as_float(int bits) { return __uint_as_float(bits); }
-float __fdiv_rn(float a, float b) { return a / b; }
-float __fsub_rn(float a, float b) { return a - b; }
-float to_float(float v) { return v; }
-float to_float(Half v) { _Float16 h; memcpy(&h, &v.bits, 2); return h; }
-float to_float(BFloat16 v) { return __uint_as_float(unsigned(v.bits) << 16); }
-unsigned half_bits(float v) { const _Float16 h = v; unsigned short bits; memcpy(&bits, &h, 2); return bits; }
-unsigned bfloat16_bits(float v) {
-    unsigned bits;
-    memcpy(&bits, &v, 4);
-    return v != v ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-unsigned pack_pair(float low, float high, Half) { return half_bits(low) | half_bits(high) << 16; }
-unsigned pack_pair(float low, float high, BFloat16) { return bfloat16_bits(low) | bfloat16_bits(high) << 16; }
-float larger(float a, float b) { return a > b || a != a ? a : b; }
-template <typename Element>
-unsigned larger_word(unsigned a, unsigned b, Element e) {
-    const auto value = [](unsigned word) { return to_float(Element{static_cast<unsigned short>(word)}); };
-    return pack_pair(larger(value(a), value(b)), larger(value(a >> 16), value(b >> 16)), e);
-}
-unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
-    const unsigned long long bytes = static_cast<unsigned long long>(b) << 32 | a;
-    unsigned result = 0;
-    for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
-    return result;
-}
-
-// Threads.
-struct Thread { ucontext_t context; bool ended; };
-Thread threads[256];
-ucontext_t scheduler;
-int current;
-bool progress;
-std::mt19937 draw;
-void rest() { swapcontext(&threads[current].context, &scheduler); }
-template <typename Condition>
-void wait_until(Condition condition) {
-    do rest(); while (!condition());
-    progress = true;
-}
-struct Meeting {
-    int here, generation;
-    void join(int count) {
-        const int before = generation;
-        progress = true;
-        if (++here == count) here = 0, ++generation;
-        wait_until([&] { return generation != before; });
-    }
-};
-Meeting of_block, of_warpgroup[2], of_warp[8];
-void __syncthreads() { of_block.join(256); }
-void __syncwarp() { of_warp[threadIdx.x / 32].join(32); }
-void warpgroup_sync() { of_warpgroup[threadIdx.x / 128].join(128); }
-unsigned offered[256], addresses[256];
-unsigned __shfl_sync(unsigned, unsigned value, int lane) {
-    offered[threadIdx.x] = value;
-    __syncwarp();
-    const unsigned result = offered[threadIdx.x / 32 * 32 + lane];
-    __syncwarp();
-    return result;
-}
-
-// Shared memory and its barriers.
-unsigned char shared[1 << 17] __align__(128);
-struct Barrier { int count, pending, phase; };
-std::map<unsigned, Barrier> barriers_at;
-const char* failure;
-size_t __cvta_generic_to_shared(const void* pointer) {
-    const auto byte = static_cast<const unsigned char*>(pointer);
-    if (byte >= shared && byte < shared + sizeof shared) return byte - shared;
-    return 0x100000 + (reinterpret_cast<size_t>(pointer) & 0xffff);
-}
-void barrier_init(unsigned address, int count) { barriers_at[address] = {count, count, 0}; }
-void barrier_init_done() {}
-bool unfenced[256];  // threads that have waited for others' stores since their last fence
-void written_for_storing() { unfenced[threadIdx.x] = false; }
-void barrier_arrive(unsigned address) {
-    Barrier& barrier = barriers_at.at(address);
-    if (--barrier.pending == 0) barrier.pending = barrier.count, ++barrier.phase;
-    progress = true;
-}
-void barrier_wait(unsigned address, int parity) {
-    wait_until([&] { return barriers_at.at(address).phase % 2 != parity; });
-    unfenced[threadIdx.x] = true;
-}
-void let_next_kernel_start() {}
-bool may_touch[256];
-void wait_for_earlier_kernels() { may_touch[threadIdx.x] = true; }
-
-unsigned char* y_begin;
-unsigned char* y_end;
-unsigned char* writes;  // of each 16 bytes of y
-Chunk load_chunk(const void* source) { Chunk chunk; memcpy(&chunk, source, 16); return chunk; }
-void store_chunk(void* place, const Chunk& chunk) {
-    const auto byte = static_cast<unsigned char*>(place);
-    if (byte < shared || byte >= shared + sizeof shared) {
-        if (byte < y_begin || byte + 16 > y_end) failure = "a store outside of y";
-        if (!may_touch[threadIdx.x]) failure = "a store before earlier kernels have ended";
-        if (failure) return;
-        ++writes[(byte - y_begin) / 16];
-    }
-    if (reinterpret_cast<size_t>(place) % 16) failure = "a store that is not aligned";
-    memcpy(place, &chunk, 16);
-}
-template <int COUNT>
-void store_matrices(unsigned address, const unsigned (&words)[COUNT]) {
-    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 32;
-    addresses[threadIdx.x] = address;
-    __syncwarp();
-    for (int i = 0; i < COUNT; ++i) {
-        for (int half = 0; half < 2; ++half) {
-            const unsigned row = addresses[first + 8 * i + lane % 4 * 2 + half];
-            if (row % 16) failure = "a row of a matrix is not aligned";
-            const unsigned short element = words[i] >> 16 * half;
-            memcpy(shared + row + lane / 4 * 2, &element, 2);
-        }
-    }
-    __syncwarp();
-}
-
-// Tensor cores.
-struct Product { unsigned a[4]; unsigned long long b; bool accumulate; float* sums; };
-std::vector<Product> asked[256];
-bool committed[256];
-unsigned fragments[256][4];
-void warpgroup_fence() {}
-void warpgroup_commit() { committed[threadIdx.x] = true; }
-template <typename Element, int N>
-void warpgroup_mma(float (&sums)[N / 2], const unsigned long long (&a)[2], unsigned long long b, bool accumulate) {
-    if (unfenced[threadIdx.x]) failure = "stores that tensor cores may not see";
-    const unsigned words[] = {unsigned(a[0]), unsigned(a[0] >> 32), unsigned(a[1]), unsigned(a[1] >> 32)};
-    asked[threadIdx.x].push_back({{words[0], words[1], words[2], words[3]}, b, accumulate, sums});
-    for (float& sum : sums) if (!accumulate) sum = NAN;
-}
-template <typename Element, int N>
-void compute(const Product& product) {
-    const int thread = threadIdx.x, lane = thread % 32, g = lane / 4, t = lane % 4;
-    memcpy(fragments[thread], product.a, 16);
-    warpgroup_sync();
-    const auto value = [](unsigned word, int half) { return to_float(Element{(unsigned short)(word >> 16 * half)}); };
-    float rows[2][16];
-    for (int i = 0; i < 2; ++i) {
-        for (int k = 0; k < 16; ++k) {
-            rows[i][k] = value(fragments[thread - t + k % 8 / 2][k / 8 * 2 + i], k % 2);
-        }
-    }
-    const unsigned start = (product.b & 0x3fff) * 16, leading = (product.b >> 16 & 0x3fff) * 16;
-    const unsigned stride = (product.b >> 32 & 0x3fff) * 16;
-    if (product.b >> 49) failure = "an operand of another layout";
-    for (int v = 0; v < N / 2; ++v) {
-        const int column = v / 4 * 8 + 2 * t + v % 2;
-        float sum = product.accumulate ? product.sums[v] : 0;
-        for (int k = 0; k < 16; ++k) {
-            const unsigned address = start + column / 8 * stride + k / 8 * leading + column % 8 * 16 + k % 8 * 2;
-            unsigned short bits;
-            memcpy(&bits, shared + address, 2);
-            sum += rows[v % 4 / 2][k] * to_float(Element{bits});
-        }
-        product.sums[v] = sum;
-    }
-    (void)g;
-    warpgroup_sync();
-}
-void wait_for_products();
-template <int PENDING>
-void warpgroup_wait() {
-    static_assert(PENDING == 0, "what the kernel waits for");
-    wait_for_products();
-}
-"""
-
-MAIN = r"""
-void wait_for_products() {
-    if (!committed[threadIdx.x]) failure = "products that are not committed";
-    committed[threadIdx.x] = false;
-    for (int i = draw() % 4; i > 0; --i) rest();
-    for (const Product& product : asked[threadIdx.x]) compute<ELEMENT, PIXELS>(product);
-    asked[threadIdx.x].clear();
-}
-static std::function<void()> program;
-static void run() {
-    program();
-    threads[current].ended = progress = true;
-    rest();
-}
-extern "C" __attribute__((visibility("default"))) const char* run_block(
-    int seed, int grid, int block, int group, const void* x, const void* filter, const float* bias, const float* mean,
-    const float* std, void* y, unsigned char* counts, long long y_bytes, const StemParams* params, int stripe_rows) {
-    draw.seed(seed);
-    failure = nullptr;
-    gridDim.x = grid, blockIdx.x = block, blockIdx.y = group;
-    y_begin = static_cast<unsigned char*>(y), y_end = y_begin + y_bytes, writes = counts;
-    memset(shared, 0xff, sizeof shared);
-    barriers_at.clear();
-    of_block = {};
-    for (Meeting& meeting : of_warpgroup) meeting = {};
-    for (Meeting& meeting : of_warp) meeting = {};
-    program = [=] {
-        conv2d_stem_wgmma(static_cast<const INPUT*>(x), static_cast<const ELEMENT*>(filter), bias, mean, std,
-                          static_cast<ELEMENT*>(y), *params, stripe_rows);
-    };
-    static std::vector<char> stacks[256];
-    for (int i = 0; i < 256; ++i) {
-        stacks[i].resize(1 << 16);
-        asked[i].clear();
-        committed[i] = may_touch[i] = unfenced[i] = threads[i].ended = false;
-        getcontext(&threads[i].context);
-        threads[i].context.uc_stack.ss_sp = stacks[i].data();
-        threads[i].context.uc_stack.ss_size = stacks[i].size();
-        makecontext(&threads[i].context, run, 0);
-    }
-    const int slow = draw() % 3;  // which warpgroup, or none
-    for (int idle = 0, ended = 0; ended < 256 && !failure;) {
-        const int warp = draw() % 8;
-        if (warp / 4 == slow && draw() % 8) continue;
-        progress = false;
-        for (int lane = 0; lane < 32; ++lane) {
-            current = warp * 32 + lane;
-            if (threads[current].ended) continue;
-            threadIdx.x = current;
-            swapcontext(&scheduler, &threads[current].context);
-            ended += threads[current].ended;
-        }
-        idle = progress ? 0 : idle + 1;
-        if (idle == 2000) failure = "nobody can go on";
-    }
-    if (!failure && barriers_at.size() != 2 * PAIRS) failure = "barriers that are not initialised";
-    return failure;
-}
-"""
 
 PTX = {
     "stmatrix": "store_matrices(address, words);",
@@ -294,7 +37,9 @@ def host_source() -> str:
         if found[1] == "warpgroup.cuh":
             (text,) = re.findall(r"[^\n]*plain_operand\(.*?\n\}\n", text, re.DOTALL)
             return str(text)
-        return re.sub(r"#include .*|#pragma once", "", text) if found[1] in ("normalize.cuh", "stem_params.cuh") else ""
+        if found[1] not in ("normalize.cuh", "stem_params.cuh", "stem_cells.cuh"):
+            return ""
+        return re.sub(r"#include .*|#pragma once", "", text)
 
     def replaced(statement: re.Match[str]) -> str:
         return next(code for name, code in PTX.items() if name in statement[0])
@@ -323,11 +68,16 @@ def build(compiler: str, folder: Path, defines: dict[str, int | str], source: st
 
 @dataclass
 class Result:
-    """(N, PP, PQ, K) outputs as bits, how often each 16 bytes were written, and what went wrong, if anything."""
+    """(N, PP, PQ, K) outputs as bits, how often each 16 bytes were written, and what went wrong, if anything.
+
+    Args:
+        fetched: bytes that the accelerator has brought.
+    """
 
     y: np.ndarray
     writes: np.ndarray
     error: str | None
+    fetched: int
 
 
 def run(
@@ -353,7 +103,8 @@ def run(
         normalization: mean and std, (C,) float32 each.
         seed: of the order in which threads go on.
     """
-    run_block: Any = ctypes.CDLL(str(library)).run_block
+    host = ctypes.CDLL(str(library))
+    run_block: Any = host.run_block
     run_block.restype = ctypes.c_char_p
     K = len(bias)
     params = stem_params(x.shape, tuple(stride // x.itemsize for stride in x.strides), K)
@@ -375,5 +126,5 @@ def run(
                 stripe_rows,
             )
             if error is not None:
-                return Result(y, writes.reshape(*y.shape[:3], -1), error.decode())
-    return Result(y, writes.reshape(*y.shape[:3], -1), None)
+                return Result(y, writes.reshape(*y.shape[:3], -1), error.decode(), host.count_bytes_fetched())
+    return Result(y, writes.reshape(*y.shape[:3], -1), None, host.count_bytes_fetched())

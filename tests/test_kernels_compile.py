@@ -165,7 +165,9 @@ def test_two_blocks_of_the_stem_on_wgmma_fit_and_have_the_registers_that_their_w
         assert used.registers * stem_wgmma.THREADS * 2 <= REGISTERS_PER_SM
         assert int(producer) < used.registers < int(consumer)
         assert stem_wgmma.THREADS // 2 * (int(producer) + int(consumer)) <= used.registers * stem_wgmma.THREADS
-        shared = used.shared_memory + stem_wgmma.shared_memory(int(defines["PIXELS"]))
+        shared = used.shared_memory + stem_wgmma.shared_memory(
+            int(defines["PIXELS"]), str(defines["INPUT"]), int(defines["CHANNELS"])
+        )
         assert (shared + SHARED_RESERVED) * 2 <= SHARED_PER_SM
 
 

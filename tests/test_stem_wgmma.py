@@ -35,10 +35,26 @@ SMS = H100.sm_count
     ],
 )
 def test_the_kernel_of_a_stem(precision: str, gpu: Device, kernel: str | None) -> None:
-    chosen, reason = stem_choice.choose_stem(PRECISIONS[precision], (2, 224, 224, 3), (64, 7, 7, 3), gpu)
+    chosen, reason = stem_choice.choose_stem(PRECISIONS[precision], (32, 224, 224, 3), (64, 7, 7, 3), gpu)
     assert chosen == kernel
     assert bool(reason) == (kernel is None)
     assert chosen is None or chosen in stem_choice.STEM_LAUNCHES
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "K", "kernel"),
+    [
+        ((1, 224, 224, 3), 64, "conv2d_stem"),
+        ((8, 224, 224, 3), 64, "conv2d_stem"),
+        ((16, 224, 224, 3), 64, "conv2d_stem"),
+        ((17, 224, 224, 3), 64, NAME),
+        ((16, 224, 224, 3), 128, NAME),
+        ((0, 224, 224, 3), 64, "conv2d_stem"),
+    ],
+)
+def test_few_outputs_are_computed_by_the_other_kernel(x_shape: tuple[int, ...], K: int, kernel: str) -> None:
+    for precision in ("fp16", "bf16"):
+        assert stem_choice.choose_stem(PRECISIONS[precision], x_shape, (K, 7, 7, 3), H100) == (kernel, "")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +76,7 @@ def test_what_it_supports(
 
 @pytest.mark.parametrize(("gpu", "kernel"), [(H100, NAME), (A100, "conv2d_stem")])
 def test_explain_names_it(gpu: Device, kernel: str) -> None:
-    steps = explain(describe("resnet18"), (2, 3, 224, 224), engine="cuda", device=gpu, precision="fp16")
+    steps = explain(describe("resnet18"), (32, 3, 224, 224), engine="cuda", device=gpu, precision="fp16")
     assert [step.kernel for step in steps if step.record.op == "stem"] == [kernel]
 
 
@@ -71,20 +87,24 @@ def test_every_form_is_compiled_for_nothing_but_sm_90a() -> None:
     assert kernel.min_arch_of({}) == "sm_90a"
 
 
-@pytest.mark.parametrize("pixels", PIXELS)
-def test_the_launch_agrees_with_the_kernels_constants(pixels: int) -> None:
+@pytest.mark.parametrize(
+    ("pixels", "element", "channels"),
+    [(64, "float", 4), (80, "Half", 3), (112, "float", 4), (112, "BFloat16", 1), (112, "unsigned char", 3)],
+)
+def test_the_launch_agrees_with_the_kernels_constants(pixels: int, element: str, channels: int) -> None:
     pytest.importorskip("cupy")
+    shared = stem_wgmma.shared_memory(pixels, element, channels)
     expected = {
         "THREADS": stem_wgmma.THREADS,
         "FILTERS": stem_wgmma.FILTERS,
         "MIN_BLOCKS": stem_wgmma.BLOCKS_PER_MULTIPROCESSOR,
-        "SHARED_BYTES": stem_wgmma.shared_memory(pixels),
+        "SHARED_BYTES": shared,
         "2 * ACCUMULATORS": pixels,
         "WORDS": 7 * 8 * 4 // 2,
         "sizeof(StemParams)": stem.PARAMS_DTYPE.itemsize,
     }
-    assert_constants(NAME, stem_wgmma._defines("fp16", "float", 3, pixels), expected)
-    assert stem_wgmma.shared_memory(pixels) + 1024 <= H100.shared_memory_per_block
+    assert_constants(NAME, stem_wgmma._defines("fp16", element, channels, pixels), expected)
+    assert shared + 2 * 256 * channels + 1024 <= H100.shared_memory_per_block
 
 
 # How the pooled map is cut ------------------------------------------------------------------------------------------
@@ -159,7 +179,7 @@ def test_the_launch(monkeypatch: pytest.MonkeyPatch, normalized: bool) -> None:
     ((kernel, grid, block, arguments, options),) = made
     assert kernel == (NAME, stem_wgmma._defines("bf16", "float", 3, 112))
     assert (grid, block) == ((224, 1), (256,))
-    assert options == {"shared": stem_wgmma.shared_memory(112), "waits": True}
+    assert options == {"shared": stem_wgmma.shared_memory(112, "float", 3), "waits": True}
     names = [declaration.split()[-1] for declaration in parameters(NAME)]
     assert names == ["x", "filter", "bias", "mean", "std", "y", "params", "stripe_rows"]
     given = dict(zip(names, arguments, strict=True))

@@ -122,6 +122,55 @@ def test_bytes_of_any_layout_are_normalised_before_they_are_padded(libraries: Li
         assert_right(result, expected((x.astype(np.float32) / 255 - mean) / std, weight, bias))
 
 
+@pytest.mark.parametrize(
+    ("element", "C", "W", "planes"),
+    [
+        ("float", 3, 140, False),  # two tiles, of which the second begins amid 16 bytes
+        ("float", 3, 140, True),
+        ("float", 3, 141, True),
+        ("float", 4, 141, False),
+        ("Half", 3, 272, False),
+        ("Half", 3, 272, True),
+        ("Half", 1, 136, False),
+        ("Half", 3, 140, False),
+        ("unsigned char", 3, 144, False),
+        ("unsigned char", 3, 144, True),
+        ("unsigned char", 3, 136, False),
+    ],
+)
+def test_rows_are_fetched_where_they_are_aligned(
+    libraries: Libraries, element: str, C: int, W: int, planes: bool
+) -> None:
+    x = np.abs(numbers((2, C, 13, W) if planes else (2, 13, W, C), W))
+    x = x.transpose(0, 2, 3, 1) if planes else x
+    weight, cells, bias = weights(C, 64)
+    pixels = {"float": x, "Half": x.astype(np.float16), "unsigned char": (x * 255).astype(np.uint8)}[element]
+    result = run(
+        libraries(element=element, channels=C), pixels, to_bits(cells, "fp16"), bias, stripe_rows=2, grid=3, seed=W
+    )
+    assert_right(result, expected(x, weight, bias))
+    assert (result.fetched > 0) == (W * (1 if planes else C) * pixels.itemsize % 16 == 0)
+
+
+@pytest.mark.parametrize("element", ["float", "Half"])
+def test_values_are_normalised_wherever_they_come_from(libraries: Libraries, element: str) -> None:
+    mean, std = np.array([0.5, 0, 1], np.float32), np.array([0.25, 1, 0.5], np.float32)
+    weight, cells, bias = weights(3, 64)
+    for W in (48, 49):
+        x = np.abs(numbers((1, 13, W, 3), W))
+        pixels = x.astype(np.float16 if element == "Half" else np.float32)
+        result = run(
+            libraries(element=element),
+            pixels,
+            to_bits(cells, "fp16"),
+            bias,
+            stripe_rows=3,
+            grid=1,
+            normalization=(mean, std),
+        )
+        assert_right(result, expected((x - mean) / std, weight, bias))
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_non_finite_pixel_reaches_exactly_its_receptive_field(libraries: Libraries, value: float) -> None:
     weight, cells, bias = weights(3, 64)
@@ -136,6 +185,8 @@ MISTAKES = {
     "a pair is given back too early": ("PAIRS_READ : 1); pair < read", "PAIRS_READ : 2); pair < read"),
     "a pair is not waited for": ("arrived < pair + PAIRS_READ;", "arrived < pair + PAIRS_READ - 1;"),
     "the place is not waited for": ("~(number / PAIRS) & 1", "number / PAIRS & 1"),
+    "a stage is not waited for": ("number / STAGES & 1", "~(number / STAGES) & 1"),
+    "a stage is overwritten too early": ("if (number > 0) barrier_wait", "if (number > 99) barrier_wait"),
     "stores without a fence": ("            written_for_storing();\n", ""),
     "no copy of the last column": ("(CELLS - 2) * CELL_BYTES;", "CELL_BYTES;"),
     "columns outside of the map": ("past % 2 == 1) leave_out", "past % 2 == 2) leave_out"),
@@ -150,11 +201,11 @@ def test_a_mistake_is_noticed(tmp_path: Path, correct: str, wrong: str) -> None:
     assert COMPILER is not None
     source = host_source()
     assert source.count(correct) == 1
-    library = build(COMPILER, tmp_path, _defines("fp16", "float", 3, 64), source.replace(correct, wrong))
-    weight, cells, bias = weights(3, 64)
+    library = build(COMPILER, tmp_path, _defines("fp16", "float", 4, 64), source.replace(correct, wrong))
+    weight, cells, bias = weights(4, 64)
 
     def noticed(seed: int) -> bool:
-        x = numbers((1, 37, 21, 3), 1) - 3  # all outputs where the padding is not are negative or large
+        x = numbers((1, 37, 21, 4), 1) - 3  # all outputs where the padding is not are negative or large
         x[0, 20, 14, 1] = np.nan
         options: dict[str, Any] = {"stripe_rows": 5, "grid": 1, "seed": seed}
         result = run(library, x, to_bits(cells, "fp16"), bias, **options)

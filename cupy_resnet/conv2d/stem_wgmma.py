@@ -24,6 +24,8 @@ BLOCKS_PER_MULTIPROCESSOR = 2
 PRECISION_NAMES = ("fp16", "bf16")
 
 _PAIRS = 8  # of input rows in shared memory
+_STAGES = 4  # pairs of them on their way there
+_INPUT_BYTES = {"unsigned char": 1, "float": 4, "Half": 2, "BFloat16": 2}
 _CYCLES_PER_ROW_AND_PIXEL = 7  # 14 instructions, each of which takes half a cycle per column
 _CYCLES_AFTER_A_ROW = 450  # until its block multiplies again
 _CYCLES_BEFORE_A_UNIT = 100
@@ -144,12 +146,14 @@ def launch_stem_wgmma(
     K = y.shape[3]
     sm_count = multiprocessors_of(x.device.id)
     cut = tiling(y.shape, sm_count)
-    kernel = jit.get_function(SOURCE, defines=_cached_defines(precision.name, str(x.dtype), x.shape[3], cut.pixels))
+    C = x.shape[3]
+    kernel = jit.get_function(SOURCE, defines=_cached_defines(precision.name, str(x.dtype), C, cut.pixels))
     params = stem_params(x.shape, tuple(stride // x.itemsize for stride in x.strides), K)
     vectors = (NULL, NULL) if mean is None else (mean, std)
     arguments = (x, cell_filter(filter), bias, *vectors, y, params, np.int32(cut.stripe_rows))
     grid = launch_grid(cut, K, sm_count)
-    jit.launch(kernel, grid, (THREADS,), arguments, shared=shared_memory(cut.pixels), waits=True)
+    shared = shared_memory(cut.pixels, INPUTS[str(x.dtype)], C)
+    jit.launch(kernel, grid, (THREADS,), arguments, shared=shared, waits=True)
 
 
 @lru_cache(maxsize=256)
@@ -178,8 +182,15 @@ def cell_filter(filter: Filter) -> "cupy.ndarray":
     return filter.packed[key]
 
 
-def shared_memory(pixels: int) -> int:
-    """Bytes of dynamic shared memory, by the constants of the kernel's source."""
+def shared_memory(pixels: int, element: str, channels: int) -> int:
+    """Bytes of dynamic shared memory, by the constants of the kernel's source.
+
+    Args:
+        pixels: columns of the convolution in a tile.
+        element: the pixels' C++ type.
+        channels: of the image.
+    """
     row = (2 * pixels + 2) * 16
     pooled_row = pixels // 2 * (FILTERS * 2 + 16)
-    return _PAIRS * 2 * row + 2 * pooled_row
+    run = blocks((2 * pixels + 6) * _INPUT_BYTES[element], 16) * 16 + 16
+    return _PAIRS * 2 * row + 2 * pooled_row + _STAGES * 2 * channels * run

@@ -52,6 +52,11 @@ __device__ __forceinline__ void fetch_box(unsigned destination, const TensorMap&
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
             destination), "l"(&map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n) : "memory");
 }
+// Fetches bytes that lie one after the other, no tensor: addresses and count are multiples of 16.
+__device__ __forceinline__ void fetch_bytes(unsigned destination, const void* source, int bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+                 "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier) : "memory");
+}
 // Brings a box of a matrix to L2.
 __device__ __forceinline__ void prefetch_box(const TensorMap& map, int column, int row) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row) : "memory");
