@@ -11,6 +11,5 @@ def configurations(source: str) -> list[dict[str, int | str]]:
         if source == module.SOURCE:
             forms += module.configurations()
     for variant in VARIANTS.values():
-        if source in variant.sources:  # all files of a variant are compiled with the same defines
-            forms += [dict(config.defines()) for config in variant.configurations()]
+        forms += [dict(c.defines()) for c in variant.configurations() if source in variant.sources_of(c)]
     return forms or [{}]

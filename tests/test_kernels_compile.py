@@ -14,7 +14,7 @@ import pytest
 
 from cupy_resnet import environment, jit
 from cupy_resnet.conv2d import H100, VARIANTS, stem, stem_wgmma
-from cupy_resnet.conv2d.configs import IMPLICIT_GEMM, WGMMA, WGMMA_3XTF32, WGMMA_PATCH, WINOGRAD, Config
+from cupy_resnet.conv2d.configs import IMPLICIT_GEMM, WGMMA, WGMMA_3XTF32, WGMMA_PATCH, WGMMA_SPLIT_K, WINOGRAD, Config
 from cupy_resnet.errors import CompileError
 from cupy_resnet.jit import toolchain
 from cupy_resnet.jit.sources import find_kernel, load_program
@@ -155,6 +155,15 @@ def test_a_block_of_wgmma_fits_and_has_the_registers_that_its_warpgroups_share(c
     assert warpgroup * (int(producer) + config.CONSUMERS * int(consumer)) <= used.registers * config.threads
 
 
+@pytest.mark.parametrize("config", WGMMA_SPLIT_K, ids=lambda config: f"{config.precision} {config}")
+def test_a_block_of_wgmma_split_k_fits(compiled, config) -> None:
+    used = resources(compiled, "conv2d_wgmma_split_k", config)
+    assert used.shared_memory <= 1024  # beside what is dynamic, which begins at a multiple of that
+    assert 1024 + config.shared_memory <= H100.shared_memory_per_block
+    fitting = SHARED_PER_SM // (used.shared_memory + config.shared_memory + SHARED_RESERVED)
+    assert used.registers * config.threads * fitting <= REGISTERS_PER_SM
+
+
 def test_two_blocks_of_the_stem_on_wgmma_fit_and_have_the_registers_that_their_warpgroups_share(compiled) -> None:
     text = load_program(find_kernel(stem_wgmma.SOURCE)).text
     ((producer,), (consumer,)) = (
@@ -175,6 +184,7 @@ def test_two_blocks_of_the_stem_on_wgmma_fit_and_have_the_registers_that_their_w
     ("name", "config"),
     [
         ("conv2d_wgmma", WGMMA[0]),
+        ("conv2d_wgmma_split_k", WGMMA_SPLIT_K[0]),
         ("conv2d_wgmma_patch", WGMMA_PATCH[0]),
         ("conv2d_wgmma_3xtf32", WGMMA_3XTF32[0]),
     ],

@@ -1,7 +1,7 @@
 """Split-K in a cluster: who sends which partial sum where, who finishes which output, and where such forms are offered.
 
-The index arithmetic of `ClusterReduction` in kernels_cu/include/mma_tile.cuh is done here as the kernel does it, thread
-by thread.
+The index arithmetic of `ClusterReduction` and `PartialSums`, in mma_tile.cuh and partial_sums.cuh of
+kernels_cu/include, is done here as the kernel does it, thread by thread.
 """
 
 import json

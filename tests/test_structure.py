@@ -193,7 +193,8 @@ def code(path: Path) -> str:
 @pytest.mark.parametrize("path", sorted(KERNELS.glob("*.cu")), ids=lambda path: path.stem)
 def test_a_kernel_file_has_one_public_kernel_named_as_the_file(path: Path) -> None:
     entries = re.findall(
-        r'extern "C" __global__ void(?:\s+[A-Z_]+)?(?:\s+__launch_bounds__\([^)]*\))?\s+(\w+)\(', code(path)
+        r'extern "C" __global__ void(?:\s+[A-Z_]+)?(?:\s+__(?:cluster_dims|launch_bounds)__\([^)]*\))*\s+(\w+)\(',
+        code(path),
     )
     assert sorted(entries) == sorted({path.stem, *HELPER_STAGES.get(path.stem, ())})
     assert code(path).count("__global__") == len(entries), 'every entry function is extern "C"'

@@ -7,13 +7,14 @@ from .precision import PRECISIONS
 
 @dataclass(frozen=True)
 class WgmmaConfig:
-    """conv2d_wgmma.cu.
+    """conv2d_wgmma.cu, or conv2d_wgmma_split_k.cu where several blocks share a tile.
 
     Args:
         precision: name of the arithmetic.
         tile_m, tile_n: pixels and filters per tile.
         stages: slices of both operands in shared memory.
-        buffers: tiles of each consumer on their way to and from memory.
+        buffers: tiles of each consumer on their way to and from memory; of no meaning where blocks share a tile.
+        split_k_slices: blocks that share a tile, each computing a part of the depth; they form a cluster.
     """
 
     precision: str
@@ -21,10 +22,25 @@ class WgmmaConfig:
     tile_n: int
     stages: int
     buffers: int = 1
+    split_k_slices: int = 1
 
     ROW_BYTES = 128
     CONSUMERS = 2
-    threads = 384
+
+    @property
+    def cluster(self) -> bool:
+        """Whether the blocks that share a tile form a cluster, as of other configurations."""
+        return self.split_k_slices > 1
+
+    @property
+    def source(self) -> str:
+        """The kernel's file, without suffix."""
+        return "conv2d_wgmma" if self.split_k_slices == 1 else "conv2d_wgmma_split_k"
+
+    @property
+    def threads(self) -> int:
+        """Threads per block: two consumers of 128, and a producer, which is one warp where blocks share a tile."""
+        return 384 if self.split_k_slices == 1 else 288
 
     @property
     def tile_k(self) -> int:
@@ -33,11 +49,16 @@ class WgmmaConfig:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of dynamic shared memory per block; tiles of 2-byte elements are stored by way of it."""
-        staged = self.CONSUMERS * self.buffers * self.tile_m * self.tile_n * 2
-        if PRECISIONS[self.precision].element_size != 2:
-            staged = 0
-        return self.stages * (self.tile_m + self.tile_n) * self.ROW_BYTES + staged
+        """Bytes of dynamic shared memory per block.
+
+        Beside the stages it has room for tiles of 2-byte elements, which are stored by way of it, or, where blocks
+        share a tile, for as many partial sums as the two consumers have.
+        """
+        stages = self.stages * (self.tile_m + self.tile_n) * self.ROW_BYTES
+        if self.split_k_slices > 1:
+            return stages + self.CONSUMERS * 64 * self.tile_n * 4
+        staged = PRECISIONS[self.precision].element_size == 2
+        return stages + (self.CONSUMERS * self.buffers * self.tile_m * self.tile_n * 2 if staged else 0)
 
     def defines(self) -> dict[str, int | str]:
         return {
@@ -45,11 +66,13 @@ class WgmmaConfig:
             "TILE_M": self.tile_m,
             "TILE_N": self.tile_n,
             "NUM_STAGES": self.stages,
-            "BUFFERS": self.buffers,
+            **({"BUFFERS": self.buffers} if self.split_k_slices == 1 else {"SPLIT_K_CLUSTER": self.split_k_slices}),
         }
 
     def __str__(self) -> str:
         text = f"{self.tile_m}×{self.tile_n}×{self.tile_k}, {self.stages} stages"
+        if self.split_k_slices > 1:
+            text += f", split-K {self.split_k_slices} in a cluster"
         return text if self.buffers == 1 else f"{text}, {self.buffers} tiles under way"
 
 
@@ -126,6 +149,20 @@ WGMMA = tuple(
     for tile in (*WGMMA_TILES, *(WGMMA_SHALLOW_TILES if precision != "tf32" else ()))
 )
 """Every form in which conv2d_wgmma is compiled."""
+
+WGMMA_SPLIT_K_TILES = ((64, 64, 4), (64, 64, 8), (64, 128, 6), (128, 64, 8), (128, 128, 5))
+"""(tile_m, tile_n, stages): two blocks of the first fit a multiprocessor."""
+
+WGMMA_CLUSTER_SIZES = (2, 4, 8)
+"""Blocks that share a tile; larger clusters not every GPU has."""
+
+WGMMA_SPLIT_K = tuple(
+    WgmmaConfig(precision, *tile, split_k_slices=size)
+    for precision in ("fp16", "bf16", "tf32")
+    for tile in WGMMA_SPLIT_K_TILES
+    for size in WGMMA_CLUSTER_SIZES
+)
+"""Every form in which conv2d_wgmma_split_k is compiled."""
 
 WGMMA_PATCH_PIXELS = (256, 248, 232, 216, 208, 184, 128, 64)
 """Among them what wastes least of ResNet's maps of 56², 28², 14² and 7² pixels, and of smaller pieces of them."""

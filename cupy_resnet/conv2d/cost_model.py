@@ -113,11 +113,31 @@ WGMMA_TILE_MICROSECONDS = 1.0
 
 def _wgmma_microseconds(problem: Conv2dProblem, device: Device, config: configs.WgmmaConfig) -> float:
     """The slower of arithmetic and memory: a multiprocessor takes tiles in turn, each the slices of its whole depth."""
+    if config.split_k_slices > 1:
+        return _wgmma_split_k_microseconds(problem, device, config)
     tiles = _ceil(problem.gemm_m, config.tile_m) * _ceil(problem.gemm_n, config.tile_n)
     share = config.tile_m * config.tile_n / (128 * 128)
     per_slice = WGMMA_SLICE_MICROSECONDS * max(0.3, share**0.75)
     per_tile = _ceil(problem.gemm_k, config.tile_k) * per_slice + WGMMA_TILE_MICROSECONDS
     arithmetic = _ceil(tiles, device.sm_count) * per_tile
+    return max(arithmetic, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
+
+
+WGMMA_SPLIT_K_MICROSECONDS = 1.5
+WGMMA_SPLIT_K_SHARE = 0.8
+"""For a block beside its slices, and how long it takes for a slice relative to conv2d_wgmma, since two consumers work
+on them: guesses."""
+
+
+def _wgmma_split_k_microseconds(problem: Conv2dProblem, device: Device, config: configs.WgmmaConfig) -> float:
+    """As above, but for a block's share of the depth; a second block on a multiprocessor takes as long again."""
+    tiles = _ceil(problem.gemm_m, config.tile_m) * _ceil(problem.gemm_n, config.tile_n)
+    share = config.tile_m * config.tile_n / (128 * 128)
+    per_slice = WGMMA_SPLIT_K_SHARE * WGMMA_SLICE_MICROSECONDS * max(0.3, share**0.75)
+    slices = _ceil(_ceil(problem.gemm_k, config.tile_k), config.split_k_slices)
+    sums = config.CONSUMERS * 64 * config.tile_n * 4 / CLUSTER_BYTES_PER_MICROSECOND
+    per_block = slices * per_slice + WGMMA_SPLIT_K_MICROSECONDS + sums
+    arithmetic = _ceil(tiles * config.split_k_slices, device.sm_count) * per_block
     return max(arithmetic, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
 
 

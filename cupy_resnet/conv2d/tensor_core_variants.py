@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -191,33 +191,50 @@ class Wgmma(WgmmaIm2col):
 
     name = "conv2d_wgmma"
     precisions = ("fp16", "bf16", "tf32")
-    sources = ("conv2d_wgmma",)
+    sources = ("conv2d_wgmma", "conv2d_wgmma_split_k")
 
     def configurations(self) -> Sequence[configs.WgmmaConfig]:
-        return configs.WGMMA
+        return configs.WGMMA + configs.WGMMA_SPLIT_K
+
+    def sources_of(self, config: configs.Config) -> tuple[str, ...]:
+        assert isinstance(config, configs.WgmmaConfig)
+        return (config.source,)
 
     def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.WgmmaConfig]:
         widest = max(64, 1 << (problem.K - 1).bit_length())
-        return [c for c in configs.WGMMA if c.precision == problem.precision and c.tile_n <= widest]
+        return [
+            config
+            for config in self.configurations()
+            if config.precision == problem.precision
+            and config.tile_n <= widest
+            and (config.split_k_slices == 1 or splits_well(problem, device, config))
+        ]
 
     def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.WgmmaConfig) -> None:
-        kernel = jit.get_function(self.name, defines=config.defines())
-        tiles = blocks(problem.gemm_m, config.tile_m) * blocks(problem.K, config.tile_n)
-        outputs = residuals = tensor_maps.NONE
-        if operands.residual is not None:
-            residuals = tensor_maps.matrix_map(problem, operands.residual, problem.K, config.tile_m)
-        if problem.arithmetic.element_size == 2:  # wider ones are not stored by way of shared memory
-            outputs = tensor_maps.matrix_map(problem, operands.y, problem.K, config.tile_m)
-        arguments = (
-            tensor_maps.im2col_map(problem, operands.x, config.tile_m),
-            tensor_maps.matrix_map(problem, operands.filter.weight, problem.gemm_k, config.tile_n),
-            residuals,
-            outputs,
-            *operands.tail(),
-            conv2d_params(problem, operands.relu),
-        )
-        grid = (min(tiles, multiprocessors()),)
+        kernel = jit.get_function(config.source, defines=config.defines())
+        tiles = tile_count(problem, config)
+        pixels = tensor_maps.im2col_map(problem, operands.x, config.tile_m)
+        filters = tensor_maps.matrix_map(problem, operands.filter.weight, problem.gemm_k, config.tile_n)
+        tail = (*operands.tail(), conv2d_params(problem, operands.relu))
+        grid: tuple[int, ...]
+        arguments: tuple[Any, ...]
+        if config.split_k_slices > 1:
+            grid, arguments = (tiles, 1, config.split_k_slices), (pixels, filters, *tail)
+        else:
+            outputs = residuals = tensor_maps.NONE
+            if operands.residual is not None:
+                residuals = tensor_maps.matrix_map(problem, operands.residual, problem.K, config.tile_m)
+            if problem.arithmetic.element_size == 2:  # wider ones are not stored by way of shared memory
+                outputs = tensor_maps.matrix_map(problem, operands.y, problem.K, config.tile_m)
+            grid, arguments = (min(tiles, multiprocessors()),), (pixels, filters, residuals, outputs, *tail)
         jit.launch(kernel, grid, (config.threads,), arguments, shared=config.shared_memory, waits=True)
+
+
+def splits_well(problem: Conv2dProblem, device: Device, config: configs.WgmmaConfig) -> bool:
+    """Whether conv2d_wgmma_split_k solves a problem, with no more blocks than run at a time."""
+    enough = blocks(problem.gemm_k, config.tile_k) >= config.CONSUMERS * config.split_k_slices
+    few = tile_count(problem, config) * config.split_k_slices <= 2 * device.sm_count
+    return problem.K % 8 == 0 and enough and few
 
 
 def multiprocessors() -> int:
@@ -325,6 +342,6 @@ def merged_filter(problem: Conv2dProblem, filter: Filter, count: int) -> "cupy.n
     return filter.packed[key]
 
 
-def tile_count(problem: Conv2dProblem, config: configs.MmaConfig | configs.WmmaConfig) -> int:
+def tile_count(problem: Conv2dProblem, config: configs.MmaConfig | configs.WmmaConfig | configs.WgmmaConfig) -> int:
     """Returns the output tiles of a problem, over all groups."""
     return blocks(problem.gemm_m, config.tile_m) * blocks(problem.gemm_n, config.tile_n) * problem.groups

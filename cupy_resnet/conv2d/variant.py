@@ -50,7 +50,7 @@ class Variant:
     name: str
     precisions: tuple[str, ...] = ("fp32",)
     sources: tuple[str, ...]
-    """The .cu files it launches, without suffix; all are compiled with a configuration's defines."""
+    """The .cu files it launches, without suffix."""
     derives_filter = False
     """Whether it multiplies with a form of the filter that is made once per filter, before its first launch."""
 
@@ -66,6 +66,10 @@ class Variant:
     def configurations(self) -> Sequence[configs.Config]:
         """Every configuration it can be compiled in."""
         return (configs.NoConfig(),)
+
+    def sources_of(self, config: configs.Config) -> tuple[str, ...]:
+        """Those of `sources` that are compiled with the defines of `config`, and launched in it."""
+        return self.sources
 
     def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.Config]:
         """The configurations that solve `problem` on `device`."""

@@ -142,7 +142,13 @@ def _tensor_core_tile(config: Any, problem: Conv2dProblem) -> Tile | None:
         block = (config.tile_m, config.tile_n)
         others = config.threads - WORKERS["warpgroup"]
         return Tile(
-            *block, *block, worker="warpgroup", instruction=(64, config.tile_n), others=others, element_size=size
+            *block,
+            *block,
+            worker="warpgroup",
+            instruction=(64, config.tile_n),
+            others=others,
+            split_k=config.split_k_slices,
+            element_size=size,
         )
     if getattr(config, "merged_groups", 1) > 1:
         return None

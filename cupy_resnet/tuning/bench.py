@@ -266,7 +266,7 @@ def compile_all(candidates: Sequence[Candidate], device_id: int) -> None:
     forms: dict[tuple[Any, ...], tuple[str, dict[str, int | str]]] = {}
     for candidate in candidates:
         defines = candidate.config.defines()
-        for source in VARIANTS[candidate.variant].sources:
+        for source in VARIANTS[candidate.variant].sources_of(candidate.config):
             forms[source, *defines.items()] = (source, defines)
 
     def compile_form(form: tuple[str, dict[str, int | str]]) -> None:

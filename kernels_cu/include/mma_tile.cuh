@@ -10,7 +10,7 @@
 
 #if SPLIT_K_CLUSTER > 1
 #include "cluster.cuh"
-#include "tensor_memory.cuh"
+#include "partial_sums.cuh"
 #define SLICES_IN_A_CLUSTER __cluster_dims__(1, 1, SPLIT_K_CLUSTER)
 #else
 #define SLICES_IN_A_CLUSTER
@@ -226,57 +226,29 @@ struct Accumulator {
 // fetched while the sums are on their way.
 struct ClusterReduction {
     static constexpr int ROWS = TILE_M / SPLIT_K_CLUSTER;  // of the tile, for each block
-    static constexpr int EIGHTS = TILE_N / 8;              // in a row: 8 neighbouring outputs are finished by one thread
-    static constexpr int PASSES = (ROWS * EIGHTS + THREADS - 1) / THREADS;
-    static constexpr int ROW_SIZE = TILE_N * 4;
-    static constexpr int BYTES = SPLIT_K_CLUSTER * ROWS * ROW_SIZE;  // what a block receives: [slice][row][column] fp32
+    using Received = PartialSums<SPLIT_K_CLUSTER, ROWS, TILE_N, THREADS>;
     static_assert(TILE_M % SPLIT_K_CLUSTER == 0, "all blocks have as many rows");
-    static_assert(THREADS % EIGHTS == 0, "a thread's outputs lie below each other");
 
     // Call once, at the beginning.
     static __device__ __forceinline__ void begin() {
         if (threadIdx.x == 0) {
             barrier_init(all_received(), 1);
             barrier_init_done();
-            barrier_arrive_expecting(all_received(), BYTES);
+            barrier_arrive_expecting(all_received(), Received::BYTES);
         }
         __syncwarp();
         cluster_arrive_relaxed();
     }
 
-    // Adds up the partial sums of all blocks in the order of the depth, so that the result is the same every time, applies
-    // the epilogue to this block's share of the tile at row m0 and column n0 of the group, and stores it. `received`: BYTES
-    // of shared memory, at the same place in all blocks; warp_m and warp_n: of the tile, this warp's first.
+    // Adds up the partial sums of all blocks, applies the epilogue to this block's share of the tile at row m0 and column n0
+    // of the group, and stores it. `received`: Received::BYTES of shared memory, at the same place in all blocks; warp_m and
+    // warp_n: of the tile, this warp's first.
     static __device__ __forceinline__ void finish(const Accumulator& accumulator, unsigned char* received, int warp_m,
                                                   int warp_n, const Epilogue8<ELEMENT>& epilogue, ELEMENT* y,
                                                   const Conv2dParams& params, int m0, int n0, int group) {
-        constexpr bool WHOLE = VECTOR > 1;
         cluster_wait();  // all blocks have begun: hardly ever is there anything to wait for, by now
         send(accumulator, shared_address(received), warp_m, warp_n);
-
-        const int eight = threadIdx.x % EIGHTS, column = n0 + eight * 8;
-        const int k = group * params.group_filters + column;
-        const int columns = min(max(params.group_filters - column, 0), 8);
-        float bias[8];
-        epilogue.load_bias(bias, k, columns);
-        Chunk residuals[PASSES][Epilogue8<ELEMENT>::CHUNKS];
-        const auto row_of = [](int pass) { return static_cast<int>(threadIdx.x) / EIGHTS + pass * (THREADS / EIGHTS); };
-        const auto pixel_of = [&](int pass) { return m0 + static_cast<int>(blockIdx.z) * ROWS + row_of(pass); };
-        const auto exists = [&](int pass) { return row_of(pass) < ROWS && pixel_of(pass) < params.gemm_m; };
-#pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) {
-            epilogue.load_residual<WHOLE>(residuals[pass], static_cast<long long>(pixel_of(pass)) * params.K + k,
-                                          exists(pass) ? columns : 0);
-        }
-        barrier_wait(all_received(), 0);
-#pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) {
-            if (!exists(pass)) continue;
-            float sums[8];
-            add_up(sums, received, row_of(pass), eight);
-            const long long offset = static_cast<long long>(pixel_of(pass)) * params.K + k;
-            epilogue.store<WHOLE>(y, offset, columns, sums, bias, residuals[pass]);
-        }
+        Received::finish<(VECTOR > 1)>(received, all_received(), epilogue, y, params, m0 + blockIdx.z * ROWS, n0, group);
     }
 
   private:
@@ -286,46 +258,24 @@ struct ClusterReduction {
         return shared_address(&barrier);
     }
 
-    // Where in a row its `quad`-th 4 columns lie, in bytes. The XOR spreads the rows that a warp writes at once, and the
-    // eights that it reads at once, over all banks.
-    static __device__ __forceinline__ int swizzled_quad(int row, int quad) { return (quad ^ row % 4 * 2) * 16; }
-
     static __device__ __forceinline__ void send(const Accumulator& accumulator, unsigned received, int warp_m, int warp_n) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int half = 0; half < 2 * FRAGMENTS_M; ++half) {  // 8 rows of a fragment's 16
             const int row = warp_m + half * 8 + lane / 4;
-            const unsigned source = received + (blockIdx.z * ROWS + row % ROWS) * ROW_SIZE;
+            const unsigned source = received + Received::row_offset(blockIdx.z, row % ROWS);
             const unsigned target = address_in_block(source, row / ROWS) + lane % 2 * 8;
             const unsigned barrier = address_in_block(all_received(), row / ROWS);
 #pragma unroll
             for (int j = 0; j < FRAGMENTS_N; ++j) {
                 const float* const v = &accumulator.sums[half / 2][j][half % 2 * 2];
-                const unsigned address = target + swizzled_quad(row % ROWS, warp_n / 4 + j * 2 + lane % 4 / 2);
+                const unsigned address = target + Received::swizzled_quad(row % ROWS, warp_n / 4 + j * 2 + lane % 4 / 2);
                 store_in_cluster(address, v[0], v[1], barrier);
             }
         }
     }
-
-    static __device__ __forceinline__ void add_up(float (&sums)[8], const unsigned char* received, int row, int eight) {
-        const int first = threadIdx.x / 4 % 2;  // half the lanes begin with the second 4, again because of the banks
-        float4 totals[2] = {};
-#pragma unroll
-        for (int slice = 0; slice < SPLIT_K_CLUSTER; ++slice) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const unsigned char* const source = received + (slice * ROWS + row) * ROW_SIZE;
-                const int quad = eight * 2 + (i ^ first);
-                const float4 v = *reinterpret_cast<const float4*>(source + swizzled_quad(row, quad));
-                totals[i].x += v.x, totals[i].y += v.y, totals[i].z += v.z, totals[i].w += v.w;
-            }
-        }
-        const float4 low = first ? totals[1] : totals[0], high = first ? totals[0] : totals[1];
-        sums[0] = low.x, sums[1] = low.y, sums[2] = low.z, sums[3] = low.w;
-        sums[4] = high.x, sums[5] = high.y, sums[6] = high.z, sums[7] = high.w;
-    }
 };
-constexpr int RECEIVED_BYTES = ClusterReduction::BYTES;
+constexpr int RECEIVED_BYTES = ClusterReduction::Received::BYTES;
 #else
 constexpr int RECEIVED_BYTES = 0;
 #endif

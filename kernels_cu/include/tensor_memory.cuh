@@ -31,6 +31,10 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
         "@!complete bra again; }" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// Brings a map to where the accelerator will look for it.
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
 // Fetches a column of output pixels' inputs at one tap: the pixels whose windows begin at (n, h, w) and after, in the order
 // of the output, each displaced by (r, s), and their channels from c on.
 __device__ __forceinline__ void fetch_im2col(unsigned destination, const TensorMap& map, unsigned barrier, int c, int w, int h,

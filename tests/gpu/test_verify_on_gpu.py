@@ -185,7 +185,7 @@ def test_a_mistake_in_any_kernels_epilogue_is_found(reference: Recording, spoil:
         "residuals, barrier, tile.k, 0",
         "residuals, barrier, tile.k < 448 ? tile.k : params.K, 0",
     )
-    for file in ("mma_tile.cuh", "conv2d_wmma.cu"):
+    for file in ("mma_tile.cuh", "partial_sums.cuh", "conv2d_wmma.cu"):
         forgetful = "(k < 504 ? epilogue : Epilogue8<ELEMENT>{epilogue.bias, nullptr, epilogue.with_relu})"
         spoil(file, "epilogue.load_residual<", f"{forgetful}.load_residual<")
     with model(kernel=kernel) as loaded:

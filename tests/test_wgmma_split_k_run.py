@@ -1,0 +1,97 @@
+"""What conv2d_wgmma_split_k computes: its own text, run on the host in many orders (see `wgmma_split_k_host`)."""
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import ConvCase, torch_conv2d
+from wgmma_split_k_host import build, host_source, run
+
+from cupy_resnet.conv2d import Conv2dProblem
+from cupy_resnet.conv2d.configs import WGMMA_SPLIT_K, WgmmaConfig
+from cupy_resnet.conv2d.tensor_core_variants import tile_count
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+PLAIN = Conv2dProblem(N=3, H=6, W=7, C=64, K=72, R=3, S=3, pad_h=1, pad_w=1, precision="tf32")
+SHAPES = {
+    "3×3": PLAIN,
+    "1×1": replace(PLAIN, R=1, S=1, pad_h=0, pad_w=0, C=544, N=2),
+    "uneven strides": replace(PLAIN, stride_h=2, stride_w=3, K=8, N=11),
+    "one pixel": replace(PLAIN, N=1, H=1, W=1),
+    "deep": replace(PLAIN, N=1, C=320, K=64),
+}
+CONFIGS = {f"{c.tile_m}x{c.tile_n}x{c.stages}x{c.split_k_slices}": c for c in WGMMA_SPLIT_K if c.precision == "tf32"}
+
+
+def built(folder: Path, config: WgmmaConfig, source: str) -> Path:
+    assert COMPILER is not None
+    return build(COMPILER, folder, source, "program", config.defines())
+
+
+def drawn(problem: Conv2dProblem, seed: int) -> dict[str, np.ndarray]:
+    """Integers, every sum of which is exact."""
+    generator = np.random.default_rng(seed)
+    shapes = {"x": problem.input_shape, "weight": problem.filter_shape, "bias": (problem.K,)}
+    return {
+        name: generator.integers(-9, 10, shape).astype(np.float32)
+        for name, shape in {**shapes, "residual": problem.output_shape}.items()
+    }
+
+
+def is_right(program: Path, config: WgmmaConfig, problem: Conv2dProblem, seed: int) -> bool:
+    draw = random.Random(seed)
+    arrays = drawn(problem, seed)
+    bias, in_place, relu = draw.random() < 0.7, draw.random() < 0.3, draw.random() < 0.5
+    residual = in_place or draw.random() < 0.5
+    given = {**arrays, "bias": arrays["bias"] if bias else None, "residual": arrays["residual"] if residual else None}
+    expected = torch_conv2d(given, ConvCase(problem, relu=relu).arguments)
+    epilogue = {"bias": bias, "residual": residual, "in_place": in_place, "relu": relu}
+    y = run(program, problem, arrays, seed=seed, tiles=tile_count(problem, config), **epilogue)
+    return not isinstance(y, str) and np.array_equal(y, expected)
+
+
+@pytest.mark.parametrize("form", CONFIGS)
+def test_it_is_exact_on_integers(tmp_path: Path, form: str) -> None:
+    config = CONFIGS[form]
+    program = built(tmp_path, config, host_source())
+    begin = list(CONFIGS).index(form) % 2  # every other shape: the next form takes the others
+    for seed, (shape, problem) in list(enumerate(SHAPES.items()))[begin::2]:
+        assert problem.gemm_k // config.tile_k >= 2 * config.split_k_slices
+        assert is_right(program, config, problem, seed), shape
+
+
+ROWS, SLICES = CONFIGS["128x64x8x4"], CONFIGS["64x64x4x2"]
+"""Consumers that share the rows of a tile, and its slices."""
+
+MISTAKES = {
+    "a slice is not waited for": (SLICES, "barrier_wait(shared_address(&barriers.full[stage]), parity);", ""),
+    "a slice is given back before it has been read": (SLICES, "warpgroup_wait<1>();", "warpgroup_wait<2>();"),
+    "one consumer gives back slices for both": (ROWS, "barriers.empty[i]), READERS);", "barriers.empty[i]), 1);"),
+    "the producer does not wait": (SLICES, "barrier_wait(shared_address(&barriers.empty[stage]), parity);", ""),
+    "sums are sent before they are complete": (SLICES, "warpgroup_wait<0>();", ""),
+    "the other blocks may not have begun": (SLICES, "cluster_wait();  // all blocks", "// all blocks"),
+    "partial sums are not waited for": (ROWS, "barrier_wait(all_received, 0);", ""),
+    "a stage changes hands": (
+        replace(SLICES, stages=5),
+        "NUM_STAGES % PARTS == 0 && NUM_STAGES > PARTS",
+        "NUM_STAGES > PARTS",
+    ),
+    "pixels come too early": (SLICES, "wait_for_earlier_kernels();\n    for", "for"),
+    "y is stored too early": (SLICES, "wait_for_earlier_kernels();  //", "//"),
+    "rows of the other consumer": (ROWS, "(PARTS > 1 ? 0 : consumer * 64) + warp * 16", "warp * 16"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(tmp_path: Path, mistake: str) -> None:
+    """So that what is found right means something."""
+    config, right, wrong = MISTAKES[mistake]
+    source = host_source()
+    assert source.count(right) == 1, mistake
+    program = built(tmp_path, config, source.replace(right, wrong))
+    assert not all(is_right(program, config, problem, seed) for problem in SHAPES.values() for seed in range(4))
