@@ -35,9 +35,6 @@
 #define ACCUMULATORS 56  // PIXELS / 2, as a number
 #endif
 
-#ifndef CLOCKS
-#define CLOCKS 1000
-#endif
 WARPGROUP_MMA_FROM_REGISTERS(PIXELS, ACCUMULATORS)
 
 constexpr int WARPGROUP = 128, WARPS = WARPGROUP / 32, THREADS = 2 * WARPGROUP, FILTERS = 64, MIN_BLOCKS = 2;
@@ -50,7 +47,6 @@ constexpr int BLOCKS = PIXELS / 8, POOLED = PIXELS / 2;      // of a row: column
 constexpr int CELL_BYTES = 16, CELLS = PIXELS + 2, ROW_BYTES = (CELLS + PIXELS) * CELL_BYTES;
 // Pair i holds input rows 2i − 3 and 2i − 2: row p of the convolution reads pairs p to p + 3 but for the very last row.
 constexpr int PAIRS = 8, PAIR_BYTES = 2 * ROW_BYTES, PAIRS_READ = 4;
-constexpr int START_APART = CLOCKS, MANY_ROWS = 7;  // clocks between two blocks' first products, for stripes of so many rows
 constexpr int TILE_PITCH = FILTERS * 2 + 16, TILE_BYTES = POOLED * TILE_PITCH;  // the 8 rows of a matrix in different banks
 // Pairs on their way from x, a run of bytes for each channel of a row, wherever among 16 it begins, or one run as long.
 constexpr int INPUT_BYTES = sizeof(INPUT), STAGES = 4, RUN_BYTES = ((2 * PIXELS + 6) * INPUT_BYTES + 15) / 16 * 16 + 16;
@@ -275,19 +271,6 @@ __device__ __forceinline__ void pool(unsigned tile, const Row& row) {
     if constexpr (BLOCKS / 2 % 2 == 1) store_transposed(address + (BLOCKS / 2 - 1) * 8 * TILE_PITCH, pooled[BLOCKS / 2 - 1]);
 }
 
-// Two blocks share a multiprocessor and its tensor cores. Begun together they would stay together, products beside products
-// and epilogues beside epilogues, with nothing to multiply meanwhile: so the second of them begins later. Blocks are dealt out
-// one to each multiprocessor first.
-__device__ __forceinline__ bool is_second() {
-    unsigned multiprocessors;
-    asm volatile("mov.u32 %0, %%nsmid;" : "=r"(multiprocessors));
-    return blockIdx.y * gridDim.x + blockIdx.x >= multiprocessors;
-}
-__device__ __forceinline__ void wait_for_clocks(int count) {
-    const long long begin = clock64();
-    while (clock64() - begin < count) {}
-}
-
 // Multiplies and pools all units of the block.
 __device__ __forceinline__ void consume(const unsigned long long (&filters)[STEPS][2], const float (&biases)[2], ELEMENT* y,
                                         unsigned char* shared, Barriers& barriers, const Units& units,
@@ -298,7 +281,6 @@ __device__ __forceinline__ void consume(const unsigned long long (&filters)[STEP
     unsigned char* tile = shared + PAIRS * PAIR_BYTES;
     int to_other = TILE_BYTES;
     unsigned pair = 0, arrived = 0;  // the one that the row begins with, and how many have been waited for, of the block
-    bool later = is_second() && units.stripe_rows >= MANY_ROWS;
     for (unsigned number = blockIdx.x; number < units.count; number += gridDim.x) {
         const Unit unit(number, units, params);
         const int past = params.Q - unit.column, q0 = unit.column / 2;
@@ -315,8 +297,6 @@ __device__ __forceinline__ void consume(const unsigned long long (&filters)[STEP
             // The tensor cores read as the accelerator does. Whoever has written could say so as well, but would wait for
             // the pixels that are on their way.
             written_for_storing();
-            if (later) wait_for_clocks(START_APART);
-            later = false;
             float sums[PIXELS / 2];
             multiply(sums, filters, shared_address(shared), pair);
             for (const unsigned read = pair + (p == unit.last ? PAIRS_READ : 1); pair < read; ++pair) {

@@ -23,7 +23,6 @@ PTX = {
     "stmatrix": "store_matrices(address, words);",
     "bar.sync": "warpgroup_sync();",
     "setmaxnreg": ";",
-    "nsmid": "multiprocessors = 1;",
     '""': ";",
 }
 """What an instruction of the kernel's own file becomes."""
