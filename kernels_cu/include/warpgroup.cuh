@@ -16,10 +16,6 @@ __device__ __forceinline__ unsigned long long operand(unsigned shared_address) {
 // An operand that is not swizzled: 8 rows of 16 bytes lie one after the other; the next 16 bytes of depth of these rows are
 // `depth_step` bytes away, the next 8 rows `rows_step`. All may overlap. Addresses and steps are multiples of 16.
 __device__ __forceinline__ unsigned long long plain_operand(unsigned shared_address, int depth_step, int rows_step) {
-#ifdef SWAPPED_STEPS
-    const int step = depth_step;
-    depth_step = rows_step, rows_step = step;
-#endif
     return static_cast<unsigned long long>((shared_address & 0x3ffff) >> 4) |
            static_cast<unsigned long long>(depth_step / 16) << 16 | static_cast<unsigned long long>(rows_step / 16) << 32;
 }
