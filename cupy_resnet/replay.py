@@ -43,7 +43,10 @@ class Captured(NamedTuple):
 
 
 class _Replay(NamedTuple):
-    """How to repeat a pass: what enqueues it, for a stream and an input's address, and where the logits are then."""
+    """How to repeat a pass: what enqueues it, for a stream and an input's address, and where the logits are then.
+
+    `kept` stays alive with it; the first input, which `Captured.front` refers to, must not.
+    """
 
     enqueue: Callable[[int, int], None]
     logits: tuple[int, int, int]  # address, bytes, kind of copy
@@ -103,7 +106,8 @@ class Replays:
 
     def _replay(self, enqueue: Callable[[int, int], None], captured: Captured) -> _Replay:
         logits = captured.logits
-        return _Replay(enqueue, (logits.data.ptr, logits.nbytes, self._runtime.memcpyDeviceToDevice), captured)
+        where = logits.data.ptr, logits.nbytes, self._runtime.memcpyDeviceToDevice
+        return _Replay(enqueue, where, captured._replace(front=()))
 
     def clear(self) -> None:
         """Forgets everything, so that nothing is replayed any more. The caller holds the lock."""

@@ -358,6 +358,17 @@ def test_a_prepared_graph_tells_the_kernel_its_array_and_runs(cupy: SimpleNamesp
         driver.told.clear()
 
 
+def test_a_prepared_graph_does_not_keep_the_first_input_alive(cupy: SimpleNamespace, monkeypatch) -> None:
+    told_graph(cupy, monkeypatch, stem=0xF00D)
+    first, second = gpu_array(0x1000), gpu_array(0x2000)
+    alive = weakref.ref(first), weakref.ref(second)
+    prepared = PreparedGraph(GRAPH, Launch(Kernel(), (1,), (32,), (first, second), 0))
+    del first, second
+    gc.collect()
+    assert [one() is not None for one in alive] == [False, True]
+    del prepared
+
+
 def test_a_graph_that_cannot_be_told_an_array_is_not_prepared(cupy: SimpleNamespace, monkeypatch) -> None:
     for functions in ({"other": 0xBEEF}, {"one": 0xF00D, "two": 0xF00D}):
         told_graph(cupy, monkeypatch, **functions)

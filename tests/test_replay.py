@@ -3,8 +3,10 @@
 That results are right needs a GPU: tests/gpu/test_plans_on_gpu.py.
 """
 
+import gc
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,7 +81,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     def with_input(graph: Any, launch: Launch) -> Any:
         if not fake.graphs_can_be_told:
             raise LookupError("no cuda-bindings")
-        return lambda stream, address: fake.run(graph.graphExec, launch.kernel, stream, address)
+        kernel = launch.kernel
+        return lambda stream, address: fake.run(graph.graphExec, kernel, stream, address)
 
     monkeypatch.setattr(replay_module, "jit", SimpleNamespace(PreparedLaunch=prepared, PreparedGraph=with_input))
     return fake
@@ -142,6 +145,19 @@ def test_where_a_graph_cannot_be_had_or_told_the_front_is_launched_before_that_o
         ("memcpyAsync", 0xAAA0, LOGITS, 80, 3, STREAM + 1),
         ("eventRecord", DONE, STREAM + 1),
     ]
+
+
+def test_the_first_input_is_not_kept_alive(cuda: Cuda, replays: Replays) -> None:
+    class Array:
+        data = SimpleNamespace(ptr=0x1000)
+
+    array = Array()
+    alive = weakref.ref(array)
+    note(replays, Input(), [Launch("front", (1,), (32,), (array, 7), 0)])
+    assert call(replays, Input()) is not None
+    del array
+    gc.collect()
+    assert alive() is None
 
 
 def test_what_is_known_is_not_captured_again(cuda: Cuda, replays: Replays) -> None:

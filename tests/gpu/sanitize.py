@@ -49,6 +49,7 @@ SHALLOW = Conv2dProblem(N=2, H=12, W=12, C=8, K=16, R=3, S=3, pad_h=1, pad_w=1)
 """A single slice of channels: launched with every tile, since what lies behind it in shared memory differs."""
 
 WIDE = replace(ALIGNED, C=128, stride_w=2)
+DENSE = replace(WIDE, stride_w=1)
 """Whole slices of 128 bytes."""
 
 GROUPED = Conv2dProblem(N=2, H=7, W=6, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, groups=16)
@@ -113,7 +114,7 @@ def launch_convolutions() -> None:
     import cupy
 
     device = describe_device(cupy.cuda.runtime.getDevice())
-    for shape in (ALIGNED, POINTWISE, UNALIGNED, GROUPED, WIDE, SHALLOW):
+    for shape in (ALIGNED, POINTWISE, UNALIGNED, GROUPED, WIDE, DENSE, SHALLOW):
         for variant in VARIANTS.values():
             for precision in variant.precisions:
                 problem = replace(shape, precision=precision)

@@ -112,15 +112,6 @@ MISTAKES = {
         *({"fuse": False, "precision": "fp32"}, {"layer3.0", "layer3.1"}),
     ),
     "padding of the pool": ("pool2d.cuh", "- params.pad_w", "- params.pad_w + 1", {"precision": "fp32"}, {"stem"}),
-    "one tap on tensor cores": (
-        *(
-            "implicit_gemm.cuh",
-            "const bool valid = depth < params.gemm_k && inside(row.h + dh, row.w + dw);",
-            "const bool valid = depth < params.gemm_k && inside(row.h + dh, row.w + dw) &&\n"
-            "    !(position.r == 2 && position.s == 2 && params.C == 64 && params.K == 128);",
-        ),
-        *({"kernel": "conv2d_mma"}, {"layer2.0"}),
-    ),
     "padding on tensor cores": (
         *("implicit_gemm.cuh", "params.stride_w - params.pad_w", "params.stride_w - params.pad_w - (params.C == 512)"),
         *({"kernel": "conv2d_mma"}, {"layer4.0", "layer4.1"}),
