@@ -351,6 +351,7 @@ class _Plan:
             if given is not None:
                 front = partial(self._network.front, self._ops, x, mean=None, std=None, out=self._input)
                 self.replays.note(given, launches, lambda: self._captured(front))
+                self.nbytes = int(self._pool.total_bytes())
         return logits, pooled
 
     def close(self) -> None:

@@ -160,6 +160,26 @@ def test_the_first_input_is_not_kept_alive(cuda: Cuda, replays: Replays) -> None
     assert alive() is None
 
 
+def test_a_dropped_plans_memory_is_not_held(cuda: Cuda) -> None:
+    class Logits(SimpleNamespace):
+        pass
+
+    def with_logits(graph: int) -> Captured:
+        logits = Logits(data=SimpleNamespace(ptr=LOGITS, device_id=1), shape=(2, 10), nbytes=80)
+        alive.append(weakref.ref(logits))
+        return Captured(SimpleNamespace(graphExec=graph), logits, None, [reading(x)])
+
+    alive: list[Any] = []
+    x = Input()
+    replays = Replays(cuda.lock, with_logits(BODY), SimpleNamespace(ptr=DONE))
+    replays.note(x, [reading(x)], lambda: with_logits(WHOLE))
+    gc.collect()
+    assert [one() is not None for one in alive] == [True, True]
+    replays.clear()
+    gc.collect()
+    assert [one() is not None for one in alive] == [False, False]
+
+
 def test_what_is_known_is_not_captured_again(cuda: Cuda, replays: Replays) -> None:
     x = Input()
     note(replays, x, [reading(x)])
