@@ -280,18 +280,24 @@ class _Plan:
         self._pool: Any = cupy.cuda.MemoryPool()
         self._stream = cupy.cuda.Stream(non_blocking=True)
         caller = cupy.cuda.get_current_stream()
-        with cupy.cuda.using_allocator(self._pool.malloc), self._stream:
+        with self._stream:
             self._stream.wait_event(caller.record())
-            # Counters stay referenced: the graph has their address. The first pass, outside the graph, compiles and
-            # loads kernels, prepares filters and fills the pool, so that the capture allocates nothing.
+            # Counters stay referenced: the graph has their address.
             self._counters = new_counters()
             with scratch(self._counters):
-                self._input = network.front(ops, x, mean=mean, std=std)
-                if self._input.data.ptr == x.data.ptr:  # the caller's own memory was what the network starts from
-                    self._input = self._input.copy()
-                network.body(ops, self._input)
-                filters = [conv.weight for _, block in network.blocks for conv in block.convolutions()]
-                self._prefetch: Any = ops.prefetch(filters)
+                # A first pass compiles and loads kernels, and derives filters and vectors that outlive the plan: with
+                # the caller's allocator, as memory from a pool that is gone is gone, too, whoever still refers to it.
+                network.body(ops, network.front(ops, x, mean=mean, std=std))
+                self._stream.synchronize()
+                cupy.get_default_memory_pool().free_all_blocks(stream=self._stream)
+                # A second one fills the plan's own pool, so that the capture allocates nothing.
+                with cupy.cuda.using_allocator(self._pool.malloc):
+                    self._input = network.front(ops, x, mean=mean, std=std)
+                    if self._input.data.ptr == x.data.ptr:  # the caller's own memory was what the network starts from
+                        self._input = self._input.copy()
+                    network.body(ops, self._input)
+                    filters = [conv.weight for _, block in network.blocks for conv in block.convolutions()]
+                    self._prefetch: Any = ops.prefetch(filters)
                 self._stream.synchronize()
         # With few images the filters are most of what is read, and waiting for them most of the time.
         self._few = self._prefetch.nbytes > self._pool.total_bytes()

@@ -1,8 +1,8 @@
 """What a plan captures, in which order and on which stream; with stand-ins for streams, the network and the engine."""
 
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,14 +108,23 @@ class Ops:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     log = Log()
+
+    @contextmanager
+    def using_allocator(malloc: Any) -> Iterator[None]:
+        log(POOLED)
+        yield
+        log(AS_BEFORE)
+
     cuda = SimpleNamespace(
         get_current_stream=lambda: log.current[-1],
         Stream=log.stream,
         Event=lambda disable_timing=False: SimpleNamespace(synchronize=lambda: None),
         MemoryPool=Memory,
-        using_allocator=nullcontext,
+        using_allocator=using_allocator,
     )
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, zeros=np.zeros, int32=np.int32))
+    free = SimpleNamespace(free_all_blocks=lambda stream: log(f"what {stream.name} does not use is freed"))
+    cupy = SimpleNamespace(cuda=cuda, zeros=np.zeros, int32=np.int32, get_default_memory_pool=lambda: free)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(plan_module, "Replays", lambda *arguments: SimpleNamespace(clear=lambda: None))
     return log
 
@@ -140,16 +149,25 @@ def network(log: Log, failure: Callable[[], None] = lambda: None) -> Any:
     return SimpleNamespace(body=body, front=front, blocks=blocks, stem=SimpleNamespace(weight="stem"))
 
 
+POOLED, AS_BEFORE = "memory is the plan's", "memory is the caller's"
+
 BEFORE = [
     "caller records 1",
     "plan waits for 1",
     "plan: front",
     "plan: body",
-    "plan: prefetch is prepared",
     "plan is waited for",
+    "what plan does not use is freed",
+    POOLED,
+    "plan: front",
+    "plan: body",
+    "plan: prefetch is prepared",
+    AS_BEFORE,
+    "plan is waited for",
+    POOLED,
     "plan begins",
 ]
-"""Nothing of this is in the graph: kernels are compiled, memory is allocated."""
+"""Nothing of this is in the graph: kernels are compiled, filters that outlive the plan derived, memory allocated."""
 
 AFTER_FORKING = [
     "plan records 2",
@@ -159,6 +177,7 @@ AFTER_FORKING = [
     "beside records 3",
     "plan waits for 3",  # or the capture could not end
     "plan ends",
+    AS_BEFORE,
 ]
 
 
@@ -177,7 +196,7 @@ def test_few_images_have_their_filters_brought_beside_the_first_layers(log: Log)
 def test_where_activations_are_more_than_the_filters_nothing_is_brought(log: Log) -> None:
     ops: Any = Ops(log, nbytes=1000)
     _Plan(network(log), ops, array(5), None, None)
-    assert log.lines == [*BEFORE, "plan: body, overlapping", "plan ends"]
+    assert log.lines == [*BEFORE, "plan: body, overlapping", "plan ends", AS_BEFORE]
 
 
 def test_a_capture_that_fails_is_ended(log: Log) -> None:
@@ -198,6 +217,7 @@ def test_a_call_is_captured_with_its_front_to_be_repeated(log: Log) -> None:
     log.lines.clear()
     captured = plan._captured(lambda: log.enqueue("front of the call"))
     assert log.lines == [
+        POOLED,
         "plan begins",
         "plan records 4",
         "beside waits for 4",
@@ -207,5 +227,6 @@ def test_a_call_is_captured_with_its_front_to_be_repeated(log: Log) -> None:
         "beside records 5",
         "plan waits for 5",
         "plan ends",
+        AS_BEFORE,
     ]
     assert captured[:3] == ("graph", "logits", "features")

@@ -260,7 +260,7 @@ def test_after_their_plan_is_gone_calls_start_anew(library: str) -> None:
         lose()
         with long_ways() as shapes:
             assert equal(model(x), expected)
-        assert len(shapes) == 3, "run to capture the body, run for this call, captured to be repeated"
+        assert len(shapes) == 4, "run twice to capture the body, run for this call, captured to be repeated"
     with only_replays():
         assert equal(model(x), expected)
     model.close()
