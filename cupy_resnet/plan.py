@@ -303,7 +303,6 @@ class _Plan:
         self._few = self._prefetch.nbytes > self._pool.total_bytes()
         self._body: Captured | None = self._captured()
         self.replays = Replays(self._lock, self._body, self._done)
-        self.nbytes = int(self._pool.total_bytes())
 
     def _captured(self, front: Callable[[], Any] | None = None) -> Captured:
         """Captures the network's body, behind its front where one is given, in the plan's memory."""
@@ -324,6 +323,7 @@ class _Plan:
                 if beside is not None:
                     self._stream.wait_event(beside.record())
                 graph = self._stream.end_capture()
+        self.nbytes = int(self._pool.total_bytes())
         return Captured(graph, logits, features, launches)
 
     def run(
@@ -356,8 +356,7 @@ class _Plan:
             self._done.record(stream)
             if given is not None:
                 front = partial(self._network.front, self._ops, x, mean=None, std=None, out=self._input)
-                self.replays.note(given, launches, lambda: self._captured(front))
-                self.nbytes = int(self._pool.total_bytes())
+                self.replays.note(given, launches, partial(self._captured, front))
         return logits, pooled
 
     def close(self) -> None:

@@ -1,7 +1,9 @@
 """What a configuration is expected to cost: more for more work, and least where experience says."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -70,38 +72,32 @@ def test_the_predicted_time_is_positive_and_grows_with_the_work(variant: str, pr
             assert cost(large, H100, config) <= cost(large, FEWER, config)
 
 
-@pytest.mark.parametrize("config", WGMMA, ids=lambda config: f"{config.precision} {config}")
-def test_wgmmas_cost_is_finite_and_never_falls_with_the_batch_the_filters_or_the_depth(config: WgmmaConfig) -> None:
-    problem = replace(PLAIN, C=256, K=256, precision=config.precision)
+def costs_that_never_fall(config: Any, precision: str) -> Iterator[tuple[int, str, list[float]]]:
+    """Yields (size of the image, what grows, costs as it does), all checked: for the batch, the filters, the depth."""
+    problem = replace(PLAIN, C=256, K=256, precision=precision)
     for size in (1, 7, 14, 56):
         for changed, values in (("N", range(1, 66)), ("K", range(64, 1088, 64)), ("C", range(64, 1088, 64))):
             layer = replace(problem, H=size, W=size)
             costs = [cost(replace(layer, **{changed: value}), H100, config) for value in values]
             assert all(math.isfinite(value) and value > 0 for value in costs)
-            assert costs == sorted(costs), changed
-            assert costs[0] < costs[-1] or size < 56, changed  # there may be fewer tiles than multiprocessors
+            assert costs == sorted(costs), (size, changed)
+            yield size, changed, costs
+
+
+@pytest.mark.parametrize("config", WGMMA, ids=lambda config: f"{config.precision} {config}")
+def test_wgmmas_cost_is_finite_and_never_falls_with_the_batch_the_filters_or_the_depth(config: WgmmaConfig) -> None:
+    for size, changed, costs in costs_that_never_fall(config, config.precision):
+        assert costs[0] < costs[-1] or size < 56, changed  # there may be fewer tiles than multiprocessors
 
 
 @pytest.mark.parametrize("config", WGMMA_PATCH, ids=lambda config: f"{config.precision} {config}")
 def test_wgmma_patchs_cost_never_falls_with_the_batch_the_filters_or_the_depth(config: WgmmaPatchConfig) -> None:
-    problem = replace(PLAIN, C=256, K=256, precision=config.precision)
-    for size in (1, 7, 14, 56):
-        for changed, values in (("N", range(1, 66)), ("K", range(64, 1088, 64)), ("C", range(64, 1088, 64))):
-            layer = replace(problem, H=size, W=size)
-            costs = [cost(replace(layer, **{changed: value}), H100, config) for value in values]
-            assert all(math.isfinite(value) and value > 0 for value in costs)
-            assert costs == sorted(costs), (size, changed)
+    assert len(list(costs_that_never_fall(config, config.precision))) == 12
 
 
 @pytest.mark.parametrize("config", WGMMA_3XTF32, ids=str)
 def test_wgmma_3xtf32s_cost_never_falls_with_the_batch_the_filters_or_the_depth(config: Wgmma3xTf32Config) -> None:
-    problem = replace(PLAIN, C=256, K=256, precision="fp32-tc")
-    for size in (1, 7, 14, 56):
-        for changed, values in (("N", range(1, 66)), ("K", range(64, 1088, 64)), ("C", range(64, 1088, 64))):
-            layer = replace(problem, H=size, W=size)
-            costs = [cost(replace(layer, **{changed: value}), H100, config) for value in values]
-            assert all(math.isfinite(value) and value > 0 for value in costs)
-            assert costs == sorted(costs), (size, changed)
+    assert len(list(costs_that_never_fall(config, "fp32-tc"))) == 12
 
 
 @pytest.mark.parametrize("precision", TENSOR_CORES)

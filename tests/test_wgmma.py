@@ -2,15 +2,13 @@
 launch itself, with stand-ins for CuPy and for the maps (which test_tensor_maps.py looks into)."""
 
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from wgmma_support import STATIC_SHARED, Gpus, assert_constants, operands, parameters
+from wgmma_support import STATIC_SHARED, Gpus, assert_constants, collected_launches, operands, parameters, two_gpus
 
 from cupy_resnet.conv2d import H100, PRECISIONS, VARIANTS, Conv2dProblem, tensor_core_variants, tensor_maps
 from cupy_resnet.conv2d.configs import WGMMA, WgmmaConfig
@@ -154,25 +152,13 @@ def test_the_kernel_takes_its_parameters_in_the_launches_order() -> None:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
-    fake = Gpus()
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    tensor_core_variants._multiprocessors_of.cache_clear()
-    yield fake
-    tensor_core_variants._multiprocessors_of.cache_clear()
+    with two_gpus(monkeypatch) as fake:
+        yield fake
 
 
 @pytest.fixture
 def launches(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """(kernel, grid, block, arguments, options) of what is launched; kernels and maps are what they were made from."""
-    made: list[tuple[Any, ...]] = []
-    jit = SimpleNamespace(
-        get_function=lambda name, *, defines: (name, defines),
-        launch=lambda kernel, grid, block, arguments, **options: made.append((kernel, grid, block, arguments, options)),
-    )
-    monkeypatch.setattr(tensor_core_variants, "jit", jit)
-    for name in ("im2col_map", "matrix_map"):
-        monkeypatch.setattr(tensor_maps, name, lambda *arguments, name=name: (name, *arguments))
-    return made
+    return collected_launches(monkeypatch, tensor_core_variants, ("im2col_map", "matrix_map"))
 
 
 def config_of(precision: str, tile_m: int, tile_n: int) -> WgmmaConfig:

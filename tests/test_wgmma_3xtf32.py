@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from wgmma_support import STATIC_SHARED, Gpus, assert_constants, operands, parameters
+from wgmma_support import STATIC_SHARED, Gpus, assert_constants, collected_launches, operands, parameters, two_gpus
 
 from cupy_resnet.conv2d import (
     H100,
     VARIANTS,
     Conv2dProblem,
     heuristics,
-    tensor_core_variants,
     tensor_maps,
     wgmma_3xtf32,
 )
@@ -203,26 +202,14 @@ def test_the_kernel_takes_its_parameters_in_the_launches_order() -> None:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
-    fake = Gpus()
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    tensor_core_variants._multiprocessors_of.cache_clear()
-    yield fake
-    tensor_core_variants._multiprocessors_of.cache_clear()
+    with two_gpus(monkeypatch) as fake:
+        yield fake
 
 
 @pytest.fixture
 def launches(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """(kernel, grid, block, arguments, options) of what is launched; kernels and maps are what they were made from."""
-    made: list[tuple[Any, ...]] = []
-    jit = SimpleNamespace(
-        get_function=lambda name, *, defines: (name, defines),
-        launch=lambda kernel, grid, block, arguments, **options: made.append((kernel, grid, block, arguments, options)),
-    )
-    monkeypatch.setattr(wgmma_3xtf32, "jit", jit)
     monkeypatch.setattr(wgmma_3xtf32, "split_filter", lambda filter: (filter.weight, "in two parts"))
-    for name in ("im2col_map", "matrix_map"):
-        monkeypatch.setattr(tensor_maps, name, lambda *arguments, name=name: (name, *arguments))
-    return made
+    return collected_launches(monkeypatch, wgmma_3xtf32, ("im2col_map", "matrix_map"))
 
 
 @pytest.mark.parametrize("config", WGMMA_3XTF32, ids=str)

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import ConvCase, torch_conv2d
-from wgmma_3xtf32_host import build, host_source, run
+from wgmma_3xtf32_host import host_source, run
+from wgmma_host import build
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.configs import WGMMA_3XTF32

@@ -2,18 +2,16 @@
 tile lies in shared memory, and the launch itself, with stand-ins for CuPy and for the maps."""
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from wgmma_support import STATIC_SHARED, Gpus, assert_constants, operands, parameters
+from wgmma_support import STATIC_SHARED, Gpus, assert_constants, collected_launches, operands, parameters, two_gpus
 
-from cupy_resnet.conv2d import H100, VARIANTS, Conv2dProblem, tensor_core_variants, tensor_maps, wgmma_patch
+from cupy_resnet.conv2d import H100, VARIANTS, Conv2dProblem, tensor_maps, wgmma_patch
 from cupy_resnet.conv2d.configs import WGMMA_PATCH, WGMMA_PATCH_PIXELS, WgmmaPatchConfig
 from cupy_resnet.conv2d.params import conv2d_params
 from cupy_resnet.conv2d.variants import NULL
@@ -230,28 +228,13 @@ def test_the_kernel_takes_its_parameters_in_the_launches_order() -> None:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
-    fake = Gpus()
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    caches = (tensor_core_variants._multiprocessors_of, wgmma_patch._shared_limit_of)
-    for cached in caches:
-        cached.cache_clear()
-    yield fake
-    for cached in caches:
-        cached.cache_clear()
+    with two_gpus(monkeypatch, wgmma_patch._shared_limit_of) as fake:
+        yield fake
 
 
 @pytest.fixture
 def launches(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """(kernel, grid, block, arguments, options) of what is launched; kernels and maps are what they were made from."""
-    made: list[tuple[Any, ...]] = []
-    jit = SimpleNamespace(
-        get_function=lambda name, *, defines: (name, defines),
-        launch=lambda kernel, grid, block, arguments, **options: made.append((kernel, grid, block, arguments, options)),
-    )
-    monkeypatch.setattr(wgmma_patch, "jit", jit)
-    for name in ("tensor_map", "matrix_map"):
-        monkeypatch.setattr(tensor_maps, name, lambda *arguments, name=name: (name, *arguments))
-    return made
+    return collected_launches(monkeypatch, wgmma_patch, ("tensor_map", "matrix_map"))
 
 
 def config_of(pixels: int, precision: str = "fp16") -> WgmmaPatchConfig:

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import ConvCase, torch_conv2d
-from wgmma_split_k_host import build, host_source, run
+from wgmma_host import build
+from wgmma_split_k_host import host_source, run
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.configs import WGMMA_SPLIT_K, WgmmaConfig

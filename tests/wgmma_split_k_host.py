@@ -5,16 +5,16 @@ blocks' shared memory some time after they were sent, and NaN lies there until t
 """
 
 import re
-import subprocess
 from pathlib import Path
 
 import numpy as np
+from wgmma_host import IM2COL, WAITS, ask
 
 from cupy_resnet.conv2d import Conv2dProblem
-from cupy_resnet.conv2d.params import conv2d_params
 from cupy_resnet.jit.sources import find_kernel
 
-HOST = r"""
+HOST = (
+    r"""
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -84,6 +84,9 @@ std::mt19937 draw;
 void rest() { swapcontext(&routines[current].context, &scheduler); }
 Routine& self() { return routines[current]; }
 Block& own() { return blocks[self().block]; }
+"""
+    + WAITS
+    + r"""
 unsigned shared_address(const void* pointer) {
     const long place = static_cast<const unsigned char*>(pointer) - own().shared;
     if (place < 0 || place >= SHARED) fail("this is not in the block's shared memory");
@@ -93,9 +96,6 @@ float& at(Block& block, unsigned address) {
     return *reinterpret_cast<float*>(block.shared + (address ^ (address >> 7 & 7) << 4));
 }
 
-void complete(Barrier& barrier) {
-    if (barrier.pending == 0 && barrier.bytes == 0) barrier.pending = barrier.count, ++barrier.phase;
-}
 void received(int block, unsigned address, int bytes) {
     Barrier& barrier = blocks[block].barriers.at(address);
     barrier.bytes -= bytes;
@@ -103,19 +103,10 @@ void received(int block, unsigned address, int bytes) {
 }
 void barrier_init(unsigned address, int count) { own().barriers[address] = {count, count, 0, 0}; }
 void barrier_init_done() {}
-void barrier_arrive(unsigned address) {
-    Barrier& barrier = own().barriers.at(address);
-    if (barrier.pending-- == 0) fail("a barrier has more arrivals than it counts");
-    complete(barrier);
-}
+void barrier_arrive(unsigned address) { arrive(own().barriers.at(address)); }
 void barrier_arrive_expecting(unsigned address, int bytes) {
     own().barriers.at(address).bytes += bytes;
     barrier_arrive(address);
-}
-void barrier_wait(unsigned address, int parity) {
-    self().barrier = address, self().parity = parity;
-    rest();
-    self().parity = -1;
 }
 void __syncthreads() {
     ++own().at_sync, self().for_block = true;
@@ -148,15 +139,6 @@ void let_next_kernel_start() {}
 void wait_for_earlier_kernels() { self().waited = true; }
 void prefetch_map(const TensorMap&) {}
 
-unsigned long long operand(unsigned address) { return (address & 0x3ffff) >> 4; }
-void warpgroup_fence() {}
-void warpgroup_commit() { self().groups.push_back(self().issued); }
-template <int PENDING>
-void warpgroup_wait() {
-    const std::vector<long>& groups = self().groups;
-    self().until = groups.size() > PENDING ? groups[groups.size() - 1 - PENDING] : 0;
-    rest();
-}
 template <typename Element, int N>
 void warpgroup_mma(float (&sums)[N / 2], unsigned long long a, unsigned long long b, bool accumulate) {
     Consumer& consumer = own().consumers[threadIdx.x / 128];
@@ -202,6 +184,7 @@ void store_chunk(float* target, Chunk chunk) {
 void fetch_im2col(unsigned, const TensorMap&, unsigned, int, int, int, int, int, int);
 void fetch_box(unsigned, const TensorMap&, unsigned, int, int);
 """
+)
 
 MAIN = r"""
 Conv2dParams params;
@@ -215,26 +198,11 @@ void fetch(unsigned place, std::vector<float> rows, unsigned barrier) {
 void fetch_im2col(unsigned place, const TensorMap& map, unsigned barrier, int c, int w, int h, int n, int s, int r) {
     if (map.id != PIXELS || place % 1024) fail("no place for pixels");
     if (!self().waited) fail("earlier kernels may not have written the pixels");
-    std::vector<float> rows(TILE_M * 32);
-    int q = (w + params.pad_w) / params.stride_w, p = (h + params.pad_h) / params.stride_h;
-    for (int row = 0; row < TILE_M; ++row) {
-        const int column = q * params.stride_w - params.pad_w + s, line = p * params.stride_h - params.pad_h + r;
-        if (n < params.N && column >= 0 && column < params.W && line >= 0 && line < params.H) {
-            const float* const pixel = &x[((long(n) * params.H + line) * params.W + column) * params.C + c];
-            for (int i = 0; i < 32; ++i) rows[row * 32 + i] = pixel[i];
-        }
-        if (++q == params.Q) q = 0, ++p;
-        if (p == params.P) p = 0, ++n;
-    }
-    fetch(place, rows, barrier);
+    fetch(place, im2col_rows(params, x, TILE_M, c, w, h, n, s, r), barrier);
 }
 void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int column, int first) {
     if (map.id != FILTERS || place % 1024) fail("no place for filters");
-    std::vector<float> rows(TILE_N * 32);
-    for (int row = 0; row < TILE_N && first + row < params.K; ++row) {
-        for (int i = 0; i < 32; ++i) rows[row * 32 + i] = weight[long(first + row) * params.gemm_k + column + i];
-    }
-    fetch(place, rows, barrier);
+    fetch(place, filter_rows(weight, TILE_N, first, params.K, params.gemm_k, column), barrier);
 }
 void run() {
     conv2d_wgmma_split_k({PIXELS}, {FILTERS}, with_bias ? bias.data() : nullptr,
@@ -311,10 +279,6 @@ void cluster(int tile) {
     }
     for (const Routine& routine : routines) if (!routine.ended) fail("nobody can go on");
 }
-void read(std::vector<float>& values, long count) {
-    values.resize(count);
-    if (long(fread(values.data(), 4, count, stdin)) != count) fail("too little input");
-}
 int main() {
     int head[5];
     if (fread(head, 4, 5, stdin) != 5 || fread(&params, sizeof params, 1, stdin) != 1) return 2;
@@ -354,15 +318,7 @@ def host_source() -> str:
     assert "__shared__" not in kernel
     epilogue = text_of(include / "epilogue.cuh")
     epilogue = epilogue[epilogue.index("template <typename Element>\nstruct Epilogue8") :]
-    return "\n".join([HOST, text_of(include / "conv2d_params.cuh"), epilogue, kernel, MAIN])
-
-
-def build(compiler: str, folder: Path, source: str, name: str, defines: dict[str, int | str]) -> Path:
-    """Compiles the program; returns its path."""
-    (folder / f"{name}.cpp").write_text(source, encoding="utf-8")
-    options = ["-std=c++20", "-O1", "-w", *(f"-D{key}={value}" for key, value in defines.items())]
-    subprocess.run([compiler, *options, f"{name}.cpp", "-o", name], cwd=folder, check=True)
-    return folder / name
+    return "\n".join([HOST, text_of(include / "conv2d_params.cuh"), epilogue, kernel, IM2COL, MAIN])
 
 
 def run(
@@ -388,12 +344,6 @@ def run(
         bias, residual, relu: the epilogue.
         in_place: whether the output lies in the residual's place.
     """
-    head = np.array([seed, tiles, bias, residual, in_place], np.int32).tobytes()
-    tensors = b"".join(
-        np.ascontiguousarray(arrays[name], np.float32).tobytes() for name in ("x", "weight", "bias", "residual")
-    )
-    given = head + conv2d_params(problem, relu).tobytes() + tensors
-    done = subprocess.run([program], input=given, capture_output=True, timeout=120, check=False)
-    if done.returncode:
-        return done.stderr.decode() or f"exit status {done.returncode}"
-    return np.frombuffer(done.stdout, np.float32).reshape(problem.output_shape)
+    head = seed, tiles, bias, residual, in_place
+    tensors = [arrays[name] for name in ("x", "weight", "bias", "residual")]
+    return ask(program, problem, head, tensors, relu=relu)

@@ -1,10 +1,16 @@
 """What the tests of the kernels on Hopper's warpgroup instructions share."""
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import pytest
+
+from cupy_resnet.conv2d import tensor_core_variants, tensor_maps
 from cupy_resnet.conv2d.variants import Filter, Operands
 from cupy_resnet.jit import Arch
 from cupy_resnet.jit.compiler import compile_source
@@ -29,6 +35,40 @@ class Gpus:
             "MaxSharedMemoryPerBlockOptin": (227 << 10, 180 << 10)[number],
         }
         return SimpleNamespace(attributes=attributes)
+
+
+@contextmanager
+def two_gpus(monkeypatch: pytest.MonkeyPatch, *more: Callable[..., Any]) -> Iterator[Gpus]:
+    """CuPy is `Gpus` meanwhile. What was asked before is not remembered: a device's multiprocessors, and `more`."""
+    fake = Gpus()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    caches: Any = (tensor_core_variants._multiprocessors_of, *more)
+    for cached in caches:
+        cached.cache_clear()
+    yield fake
+    for cached in caches:
+        cached.cache_clear()
+
+
+def collected_launches(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, maps: Iterable[str]
+) -> list[tuple[Any, ...]]:
+    """(kernel, grid, block, arguments, options) of what is launched; kernels and maps are what they were made from.
+
+    Args:
+        monkeypatch: undoes it.
+        module: whose `jit` launches.
+        maps: functions of `tensor_maps`.
+    """
+    made: list[tuple[Any, ...]] = []
+    jit = SimpleNamespace(
+        get_function=lambda name, *, defines: (name, defines),
+        launch=lambda kernel, grid, block, arguments, **options: made.append((kernel, grid, block, arguments, options)),
+    )
+    monkeypatch.setattr(module, "jit", jit)
+    for name in maps:
+        monkeypatch.setattr(tensor_maps, name, lambda *arguments, name=name: (name, *arguments))
+    return made
 
 
 def operands(bias: bool, residual: bool, relu: bool = True) -> Operands:

@@ -1,0 +1,94 @@
+"""What the kernels that run as programs of the host share: C++ for both, and how a program is built and asked."""
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from cupy_resnet.conv2d import Conv2dProblem
+from cupy_resnet.conv2d.params import conv2d_params
+
+WAITS = r"""
+unsigned long long operand(unsigned address) { return (address & 0x3ffff) >> 4; }
+void warpgroup_fence() {}
+void warpgroup_commit() { self().groups.push_back(self().issued); }
+template <int PENDING>
+void warpgroup_wait() {
+    const std::vector<long>& groups = self().groups;
+    self().until = groups.size() > PENDING ? groups[groups.size() - 1 - PENDING] : 0;
+    rest();
+}
+void barrier_wait(unsigned address, int parity) {
+    self().barrier = address, self().parity = parity;
+    rest();
+    self().parity = -1;
+}
+void complete(Barrier& barrier) {
+    if (barrier.pending == 0 && barrier.bytes == 0) barrier.pending = barrier.count, ++barrier.phase;
+}
+void arrive(Barrier& barrier) {
+    if (barrier.pending-- == 0) fail("a barrier has more arrivals than it counts");
+    complete(barrier);
+}
+"""
+"""Needs `Barrier`, `fail`, `rest`, and `self()`: of a thread, its groups of instructions and what it waits for."""
+
+IM2COL = r"""
+std::vector<float> im2col_rows(const Conv2dParams& params, const std::vector<float>& x, int count, int c, int w, int h,
+                               int n, int s, int r) {
+    std::vector<float> rows(count * 32);
+    int q = (w + params.pad_w) / params.stride_w, p = (h + params.pad_h) / params.stride_h;
+    for (int row = 0; row < count; ++row) {
+        const int column = q * params.stride_w - params.pad_w + s, line = p * params.stride_h - params.pad_h + r;
+        if (n < params.N && column >= 0 && column < params.W && line >= 0 && line < params.H) {
+            const float* const pixel = &x[((long(n) * params.H + line) * params.W + column) * params.C + c];
+            for (int i = 0; i < 32; ++i) rows[row * 32 + i] = pixel[i];
+        }
+        if (++q == params.Q) q = 0, ++p;
+        if (p == params.P) p = 0, ++n;
+    }
+    return rows;
+}
+std::vector<float> filter_rows(const std::vector<float>& filters, int count, int first, int end, int depth,
+                               int column) {
+    std::vector<float> rows(count * 32);
+    for (int row = 0; row < count && first + row < end; ++row) {
+        for (int i = 0; i < 32; ++i) rows[row * 32 + i] = filters[long(first + row) * depth + column + i];
+    }
+    return rows;
+}
+void read(std::vector<float>& values, long count) {
+    values.resize(count);
+    if (long(fread(values.data(), 4, count, stdin)) != count) fail("too little input");
+}
+"""
+"""What the accelerator brings of pixels and filters, 32 channels a row; needs `Conv2dParams` and `fail`."""
+
+
+def build(compiler: str, folder: Path, source: str, name: str, defines: dict[str, int | str]) -> Path:
+    """Compiles a program; returns its path."""
+    (folder / f"{name}.cpp").write_text(source, encoding="utf-8")
+    options = ["-std=c++20", "-O1", "-w", *(f"-D{key}={value}" for key, value in defines.items())]
+    subprocess.run([compiler, *options, f"{name}.cpp", "-o", name], cwd=folder, check=True)
+    return folder / name
+
+
+def ask(
+    program: Path, problem: Conv2dProblem, head: Sequence[int], tensors: Sequence[np.ndarray], *, relu: bool
+) -> np.ndarray | str:
+    """Runs a program; returns the output of the convolution, or what went wrong.
+
+    Args:
+        program: from `build`.
+        problem: the convolution.
+        head: what the program reads first.
+        tensors: what it reads behind the kernel's parameters, as float32.
+        relu: of the epilogue.
+    """
+    arrays = b"".join(np.ascontiguousarray(tensor, np.float32).tobytes() for tensor in tensors)
+    given = np.array(head, np.int32).tobytes() + conv2d_params(problem, relu).tobytes() + arrays
+    done = subprocess.run([program], input=given, capture_output=True, timeout=120, check=False)
+    if done.returncode:
+        return done.stderr.decode() or f"exit status {done.returncode}"
+    return np.frombuffer(done.stdout, np.float32).reshape(problem.output_shape)
