@@ -66,7 +66,8 @@ class Replays:
         import cupy
 
         self._runtime: Any = cupy.cuda.runtime
-        self._lock, self._done, self._body = lock, done.ptr, body
+        self._lock, self._done = lock, done.ptr
+        self._body: Captured | None = body
         self._device, self._shape = body.logits.data.device_id, body.logits.shape
         self._replays: dict[Signature, _Replay] = {}
 
@@ -79,12 +80,14 @@ class Replays:
             capture: captures the same call, front and body.
         """
         library = library_of(given)
-        seen = None if library is None else library.look_at(given)
-        if seen is None or seen[0] in self._replays or len(launches) != 1 or not launches[0].reads(seen[2]):
+        seen, body = None if library is None else library.look_at(given), self._body
+        if seen is None or body is None or seen[0] in self._replays:
+            return
+        if len(launches) != 1 or not launches[0].reads(seen[2]):
             return
         while len(self._replays) >= MAX_REPLAYS:
             del self._replays[next(iter(self._replays))]
-        self._replays[seen[0]] = self._whole(capture) or self._in_two_parts(launches[0])
+        self._replays[seen[0]] = self._whole(capture) or self._in_two_parts(launches[0], body)
 
     def _whole(self, capture: Callable[[], Captured]) -> _Replay | None:
         try:
@@ -95,14 +98,14 @@ class Replays:
             logger.info("the kernel that reads the input is launched by itself: %s", error)
             return None
 
-    def _in_two_parts(self, launch: jit.Launch) -> _Replay:
-        front, graph, graph_launch = jit.PreparedLaunch(launch), self._body.graph.graphExec, self._runtime.graphLaunch
+    def _in_two_parts(self, launch: jit.Launch, body: Captured) -> _Replay:
+        front, graph, graph_launch = jit.PreparedLaunch(launch), body.graph.graphExec, self._runtime.graphLaunch
 
         def enqueue(stream: int, address: int) -> None:
             front(stream, address)
             graph_launch(graph, stream)
 
-        return self._replay(enqueue, self._body)
+        return self._replay(enqueue, body)
 
     def _replay(self, enqueue: Callable[[int, int], None], captured: Captured) -> _Replay:
         logits = captured.logits
@@ -110,8 +113,9 @@ class Replays:
         return _Replay(enqueue, where, captured._replace(front=()))
 
     def clear(self) -> None:
-        """Forgets everything, so that nothing is replayed any more. The caller holds the lock."""
+        """Forgets everything, so that nothing is replayed any more and no memory is held. The caller holds the lock."""
         self._replays.clear()
+        self._body = None
 
     def __call__(self, library: Library, signature: Signature, address: int, given: Any, out: Any) -> Any | None:
         """Enqueues a pass on the stream that is current in the caller's library.
