@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from .arena import Arena
 from .cuda_errors import lost_context_explained
 from .engines.base import Array, Ops
 from .gpu_arrays import library_of
@@ -280,32 +281,33 @@ class _Plan:
         self._pool: Any = cupy.cuda.MemoryPool()
         self._stream = cupy.cuda.Stream(non_blocking=True)
         caller = cupy.cuda.get_current_stream()
+        filters = [conv.weight for _, block in network.blocks for conv in block.convolutions()]
         with self._stream:
             self._stream.wait_event(caller.record())
-            # Counters stay referenced: the graph has their address.
-            self._counters = new_counters()
+            with cupy.cuda.using_allocator(self._pool.malloc):
+                self._counters = new_counters()  # stays referenced: the graph has its address
+                self._arena: Any = Arena(network, ops, x.shape)
             with scratch(self._counters):
-                # A first pass compiles and loads kernels, and derives filters and vectors that outlive the plan: with
-                # the caller's allocator, as memory from a pool that is gone is gone, too, whoever still refers to it.
-                network.body(ops, network.front(ops, x, mean=mean, std=std))
-                self._stream.synchronize()
-                cupy.get_default_memory_pool().free_all_blocks(stream=self._stream)
-                # A second one fills the plan's own pool, so that the capture allocates nothing.
+                # Compiles and loads kernels, and prepares filters: those outlive the plan, so they are not in its pool.
+                network.front(ops, x, mean=mean, std=std, out=self._arena.input)
+                self._arena.run()
                 with cupy.cuda.using_allocator(self._pool.malloc):
-                    self._input = network.front(ops, x, mean=mean, std=std)
-                    if self._input.data.ptr == x.data.ptr:  # the caller's own memory was what the network starts from
-                        self._input = self._input.copy()
-                    network.body(ops, self._input)
-                    filters = [conv.weight for _, block in network.blocks for conv in block.convolutions()]
+                    if self._arena.occupied:
+                        self._arena = Arena(network, ops, x.shape)
+                    self._arena.run()  # fills the pool, so that the capture allocates nothing
                     self._prefetch: Any = ops.prefetch(filters)
-                self._stream.synchronize()
+            self._stream.synchronize()
+        cupy.get_default_memory_pool().free_all_blocks(stream=self._stream)  # nobody else can use what is free there
         # With few images the filters are most of what is read, and waiting for them most of the time.
-        self._few = self._prefetch.nbytes > self._pool.total_bytes()
+        self._few = self._prefetch.nbytes > max(2 * self._arena.largest, self._pool.total_bytes())
         self._body: Captured | None = self._captured()
         self.replays = Replays(self._lock, self._body, self._done)
 
     def _captured(self, front: Callable[[], Any] | None = None) -> Captured:
-        """Captures the network's body, behind its front where one is given, in the plan's memory."""
+        """Captures the network's body, behind its front where one is given, in the plan's memory.
+
+        All captures of a plan use the same: their graphs run one after the other.
+        """
         from . import jit
         from .conv2d.scratch import scratch
 
@@ -318,7 +320,7 @@ class _Plan:
                     with jit.recording() as launches:
                         if front is not None:
                             front()
-                    logits, features = self._network.body(self._ops, self._input)
+                    logits, features = self._arena.run()
             finally:
                 if beside is not None:
                     self._stream.wait_event(beside.record())
@@ -347,15 +349,16 @@ class _Plan:
             logits = cupy.empty_like(body.logits) if out is None else out
             pooled = cupy.empty_like(body.features) if features else None
             stream.wait_event(self._done)  # of the call before, which may have used another stream
+            target = self._arena.input
             with jit.recording() as launches:
-                self._network.front(self._ops, x, mean=mean, std=std, out=self._input)
+                self._network.front(self._ops, x, mean=mean, std=std, out=target)
             body.graph.launch(stream)
             logits.data.copy_from_device_async(body.logits.data, body.logits.nbytes, stream)
             if pooled is not None:
                 pooled.data.copy_from_device_async(body.features.data, body.features.nbytes, stream)
             self._done.record(stream)
             if given is not None:
-                front = partial(self._network.front, self._ops, x, mean=None, std=None, out=self._input)
+                front = partial(self._network.front, self._ops, x, mean=None, std=None, out=target)
                 self.replays.note(given, launches, partial(self._captured, front))
         return logits, pooled
 
@@ -364,5 +367,5 @@ class _Plan:
         with self._lock:
             self._done.synchronize()
             self.replays.clear()
-            self._body = self._input = self._counters = self._prefetch = None
+            self._body = self._arena = self._counters = self._prefetch = None
             self._pool.free_all_blocks()

@@ -80,8 +80,10 @@ class Replays:
             capture: captures the same call, front and body.
         """
         library = library_of(given)
-        seen = None if library is None else library.look_at(given)
-        if seen is None or seen[0] in self._replays or len(launches) != 1 or not launches[0].reads(seen[2]):
+        seen, body = None if library is None else library.look_at(given), self._body
+        if seen is None or body is None or seen[0] in self._replays:
+            return
+        if len(launches) != 1 or not launches[0].reads(seen[2]):
             return
         while len(self._replays) >= MAX_REPLAYS:
             del self._replays[next(iter(self._replays))]
@@ -112,7 +114,7 @@ class Replays:
         return _Replay(enqueue, where, captured._replace(front=()))
 
     def clear(self) -> None:
-        """Forgets everything, so that nothing is replayed any more and no memory held. The caller holds the lock."""
+        """Forgets everything, so that nothing is replayed any more and no memory is held. The caller holds the lock."""
         self._replays.clear()
         self._body = None
 

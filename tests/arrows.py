@@ -26,7 +26,8 @@ ARROWS = {
         *("_names", "arrays", "engines", "explanation", "images", "networks", "pipeline", "plan", "prediction"),
         "weights_store",
     },
-    "plan": {"conv2d", "cuda_errors", "engines.base", "gpu_arrays", "jit", "networks", "replay"},
+    "arena": {"binding", "engines.base", "engines.shape_engine", "networks"},
+    "plan": {"arena", "conv2d", "cuda_errors", "engines.base", "gpu_arrays", "jit", "networks", "replay"},
     "replay": {"gpu_arrays", "jit"},
     "pipeline": {
         *("batching", "cuda_errors", "engines.transfers", "images", "plan", "prediction", "preparation"),
@@ -118,7 +119,7 @@ LIBRARIES = {
     "cuda": {"jit.headers", "jit.launching"},
     "cupy": {
         *("arrays", "conv2d", "engines.cuda_engine", "engines.cuda.device", "engines.transfers", "doctor.cuda", "plan"),
-        *("engines.cuda.prefetching", "replay"),
+        *("arena", "engines.cuda.prefetching", "replay"),
         *(
             "jit.launching",
             "jit.toolchain",

@@ -22,6 +22,7 @@ class Log:
         self.streams = [Stream(self, "caller")]
         self.current = self.streams[:1]
         self.events = 0
+        self.allocators: list[Any] = ["the caller's"]
 
     def __call__(self, what: str) -> None:
         self.lines.append(what)
@@ -29,6 +30,12 @@ class Log:
     def enqueue(self, what: str) -> None:
         overlapping = getattr(launching._thread, "overlapping", False)
         self(f"{self.current[-1].name}: {what}{', overlapping' if overlapping else ''}")
+
+    @contextmanager
+    def using_allocator(self, allocator: Any) -> Iterator[None]:
+        self.allocators.append(allocator)
+        yield
+        self.allocators.pop()
 
     def stream(self, non_blocking: bool) -> "Stream":
         assert non_blocking
@@ -70,7 +77,7 @@ class Stream:
 class Memory:
     """A pool."""
 
-    malloc = None
+    malloc = "the plan's"
     bytes_of_it = 1000
 
     def total_bytes(self) -> int:
@@ -81,7 +88,23 @@ class Memory:
 
 
 def array(address: int) -> Any:
-    return SimpleNamespace(data=SimpleNamespace(ptr=address), shape=(1, 8, 8, 3), copy=lambda: array(address + 1))
+    return SimpleNamespace(data=SimpleNamespace(ptr=address), shape=(1, 8, 8, 3))
+
+
+class Arena:
+    """Runs the network in memory of its own, whose largest array has `largest` bytes."""
+
+    largest = 500
+    occupied = False
+    made = 0
+
+    def __init__(self, network: Any, ops: Any, shape: tuple[int, ...]) -> None:
+        assert shape == (1, 8, 8, 3)
+        Arena.made += 1
+        self.network, self.ops, self.input = network, ops, array(77)
+
+    def run(self) -> Any:
+        return self.network.body(self.ops, self.input)
 
 
 class Ops:
@@ -108,23 +131,17 @@ class Ops:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     log = Log()
-
-    @contextmanager
-    def using_allocator(malloc: Any) -> Iterator[None]:
-        log(POOLED)
-        yield
-        log(AS_BEFORE)
-
     cuda = SimpleNamespace(
         get_current_stream=lambda: log.current[-1],
         Stream=log.stream,
         Event=lambda disable_timing=False: SimpleNamespace(synchronize=lambda: None),
         MemoryPool=Memory,
-        using_allocator=using_allocator,
+        using_allocator=log.using_allocator,
     )
-    free = SimpleNamespace(free_all_blocks=lambda stream: log(f"what {stream.name} does not use is freed"))
-    cupy = SimpleNamespace(cuda=cuda, zeros=np.zeros, int32=np.int32, get_default_memory_pool=lambda: free)
+    default = SimpleNamespace(free_all_blocks=lambda stream: log(f"what {stream.name} left is given back"))
+    cupy = SimpleNamespace(cuda=cuda, zeros=np.zeros, int32=np.int32, get_default_memory_pool=lambda: default)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(plan_module, "Arena", Arena)
     monkeypatch.setattr(plan_module, "Replays", lambda *arguments: SimpleNamespace(clear=lambda: None))
     return log
 
@@ -133,14 +150,16 @@ def network(log: Log, failure: Callable[[], None] = lambda: None) -> Any:
     """Two blocks of two convolutions; `failure` is called while it is captured."""
 
     def body(ops: Any, x: Any) -> tuple[Any, Any]:
-        log.enqueue("body")
+        assert x.data.ptr == 77
+        log.enqueue(f"body in {log.allocators[-1]} memory")
         if any(line.endswith("begins") for line in log.lines):
             failure()
         return "logits", "features"
 
-    def front(ops: Any, x: Any, **options: Any) -> Any:
+    def front(ops: Any, x: Any, *, out: Any, **options: Any) -> Any:
+        assert out.data.ptr == 77
         log.enqueue("front")
-        return array(77)
+        return out
 
     def block(*names: str) -> Any:
         return SimpleNamespace(convolutions=lambda: iter([SimpleNamespace(weight=name) for name in names]))
@@ -149,35 +168,27 @@ def network(log: Log, failure: Callable[[], None] = lambda: None) -> Any:
     return SimpleNamespace(body=body, front=front, blocks=blocks, stem=SimpleNamespace(weight="stem"))
 
 
-POOLED, AS_BEFORE = "memory is the plan's", "memory is the caller's"
-
 BEFORE = [
     "caller records 1",
     "plan waits for 1",
     "plan: front",
-    "plan: body",
-    "plan is waited for",
-    "what plan does not use is freed",
-    POOLED,
-    "plan: front",
-    "plan: body",
+    "plan: body in the caller's memory",  # filters' other forms outlive the plan
+    "plan: body in the plan's memory",
     "plan: prefetch is prepared",
-    AS_BEFORE,
     "plan is waited for",
-    POOLED,
+    "what plan left is given back",
     "plan begins",
 ]
-"""Nothing of this is in the graph: kernels are compiled, filters that outlive the plan derived, memory allocated."""
+"""Nothing of this is in the graph: kernels are compiled, memory is allocated."""
 
 AFTER_FORKING = [
     "plan records 2",
     "beside waits for 2",
     "beside: prefetch",
-    "plan: body, overlapping",
+    "plan: body in the plan's memory, overlapping",
     "beside records 3",
     "plan waits for 3",  # or the capture could not end
     "plan ends",
-    AS_BEFORE,
 ]
 
 
@@ -193,10 +204,25 @@ def test_few_images_have_their_filters_brought_beside_the_first_layers(log: Log)
     assert plan._prefetch is None
 
 
-def test_where_activations_are_more_than_the_filters_nothing_is_brought(log: Log) -> None:
+@pytest.mark.parametrize("largest", [500, 499, 501])
+def test_where_activations_are_more_than_the_filters_nothing_is_brought(
+    log: Log, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Arena, "largest", largest)
+    ops: Any = Ops(log, nbytes=max(1000, 2 * largest))
+    _Plan(network(log), ops, array(5), None, None)
+    assert log.lines == [*BEFORE, "plan: body in the plan's memory, overlapping", "plan ends"]
+
+
+@pytest.mark.parametrize("occupied", [False, True])
+def test_an_arena_that_something_stays_in_is_replaced(
+    log: Log, occupied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Arena, "occupied", occupied)
+    monkeypatch.setattr(Arena, "made", 0)
     ops: Any = Ops(log, nbytes=1000)
     _Plan(network(log), ops, array(5), None, None)
-    assert log.lines == [*BEFORE, "plan: body, overlapping", "plan ends", AS_BEFORE]
+    assert Arena.made == 1 + occupied
 
 
 def test_a_capture_that_fails_is_ended(log: Log) -> None:
@@ -217,16 +243,14 @@ def test_a_call_is_captured_with_its_front_to_be_repeated(log: Log) -> None:
     log.lines.clear()
     captured = plan._captured(lambda: log.enqueue("front of the call"))
     assert log.lines == [
-        POOLED,
         "plan begins",
         "plan records 4",
         "beside waits for 4",
         "beside: prefetch",
         "plan: front of the call, overlapping",
-        "plan: body, overlapping",
+        "plan: body in the plan's memory, overlapping",
         "beside records 5",
         "plan waits for 5",
         "plan ends",
-        AS_BEFORE,
     ]
     assert captured[:3] == ("graph", "logits", "features")

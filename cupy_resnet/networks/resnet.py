@@ -40,9 +40,10 @@ class Bottleneck(Block):
     downsample: Conv2d | None = None
 
     def __call__(self, ops: "Ops", x: "Array", *, overwrite: bool = False) -> "Array":
-        identity = x if self.downsample is None else conv_bn(ops, x, self.downsample)
         y = conv_bn(ops, x, self.conv1, relu=True)
         y = conv_bn(ops, y, self.conv2, relu=True)
+        # Only now: a shortcut is large, and conv1's output is not needed any more.
+        identity = x if self.downsample is None else conv_bn(ops, x, self.downsample)
         overwrite = overwrite or identity is not x
         return conv_bn(ops, y, self.conv3, residual=identity, relu=True, overwrite_residual=overwrite)
 

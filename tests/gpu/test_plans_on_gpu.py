@@ -190,6 +190,43 @@ def test_the_least_recently_used_plan_goes_and_comes_back_right() -> None:
     assert [key[0] for key in plans_of(model)] == [4], "the newest stays"
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnext50_32x4d"])
+def test_a_plan_takes_what_its_layout_says_and_workspaces(name: str, precision: str) -> None:
+    """Whatever the engine allocates beside the arena is small at this size; captures with a front add nothing."""
+    from cupy_resnet.arena import foresee, lay_out
+
+    model = load(name, precision=precision)
+    _, lifetimes = foresee(runner_of(model).network, (32, 224, 224, 3), precision)
+    arena = max(offset + array.nbytes for offset, array in zip(lay_out(lifetimes), lifetimes, strict=True))
+    x = images(32, 224)
+    for given in (x, x.astype("float16"), x):  # two signatures, each captured with its front
+        model(given)
+        (plan,) = runner_of(model)._plans.values()
+        assert arena <= plan.nbytes < 1.05 * arena + (8 << 20)
+        assert not plan._arena.occupied
+
+
+@pytest.mark.parametrize("kernel", ["auto", "conv2d_winograd"])
+@pytest.mark.parametrize("name", ["resnet18", "resnext50_32x4d"])
+def test_what_a_plan_prepared_outlives_it(name: str, kernel: str) -> None:
+    """Filters in other forms and the numbers to normalise by were made in a plan's first pass."""
+    import cupy
+
+    model = load(name, kernel=kernel, precision="fp32" if kernel == "conv2d_winograd" else "fp16")
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 80, 80, 3), np.uint8)
+    x = images(2, 64)
+    predicted, expected = model.predict(pixels, batch_size=2), model(x)
+    assert runner_of(model).drop()
+    cupy.cuda.Device().synchronize()
+    held = [cupy.cuda.Memory(4 << 20) for _ in range(32)]  # where the plans' memory was
+    for memory in held:
+        cupy.cuda.runtime.memset(memory.ptr, 0xFF, memory.size)
+    assert cupy.array_equal(model(x), expected)
+    for got, want in zip(model.predict(pixels, batch_size=2), predicted, strict=True):
+        np.testing.assert_array_equal(got.logits, want.logits)
+
+
 @pytest.mark.alone
 def test_without_room_for_results_all_plans_go_before_the_error() -> None:
     import cupy
