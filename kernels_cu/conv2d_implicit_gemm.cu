@@ -13,7 +13,8 @@
 //            16-byte accesses, filters per group a multiple of 4. VECTOR = 1: nothing.
 // This rung  against im2col + sgemm: the R·S-fold columns stay out of memory; shared memory is double-buffered, the next
 //            slice travelling in registers while this one is multiplied, so that one barrier per slice is enough; the
-//            transposing stores are swizzled, free of bank conflicts; lanes lie in Z-order. What limits it now is the
+//            transposing stores are swizzled, free of bank conflicts; lanes lie in Z-order. Where the depth is large it is
+//            summed in parts: the error of a sum grows with the square root of its length. What limits it now is the
 //            register file: every multiply-add reads three operands, and some wait for their bank.
 #include "conv2d_params.cuh"
 #include "epilogue.cuh"
@@ -25,9 +26,11 @@
 #define THREAD_N 8     // filters per thread
 #define VECTOR 4       // elements per global load
 #define MIN_BLOCKS 1   // blocks per multiprocessor the register budget must allow
+#define SUM_SLICES 0   // slices summed apart before they are added to the total, or 0: all in one sum
 #endif
 
 constexpr int TILE_K = 16;               // depth per slice
+constexpr int SUM_PERIOD = SUM_SLICES > 0 ? SUM_SLICES : 1;
 constexpr int LANES_M = 8, LANES_N = 4;  // how a warp's lanes cover its tile
 constexpr int WARP_M = LANES_M * THREAD_M, WARP_N = LANES_N * THREAD_N;
 constexpr int WARPS_M = TILE_M / WARP_M, WARPS_N = TILE_N / WARP_N;
@@ -178,6 +181,7 @@ conv2d_implicit_gemm(const float* __restrict__ x, const float* __restrict__ filt
     __syncthreads();
 
     float accumulator[THREAD_M][THREAD_N] = {};
+    float totals[THREAD_M][THREAD_N] = {};  // SUM_SLICES > 0: of the slices before those in the accumulator
     const int slices = (params.gemm_k + TILE_K - 1) / TILE_K;
     for (int slice = 0; slice < slices; ++slice) {
         const bool more = slice + 1 < slices;
@@ -207,6 +211,18 @@ conv2d_implicit_gemm(const float* __restrict__ x, const float* __restrict__ filt
         }
         if (more) loader.store(pixel_slices[(slice + 1) % 2], filter_slices[(slice + 1) % 2]);
         __syncthreads();
+        if (SUM_SLICES > 0 && more && (slice + 1) % SUM_PERIOD == 0) {
+#pragma unroll
+            for (int i = 0; i < THREAD_M; ++i) {
+#pragma unroll
+                for (int j = 0; j < THREAD_N; ++j) totals[i][j] += accumulator[i][j], accumulator[i][j] = 0.0f;
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < THREAD_M && SUM_SLICES > 0; ++i) {
+#pragma unroll
+        for (int j = 0; j < THREAD_N; ++j) accumulator[i][j] += totals[i][j];
     }
 
     const Epilogue epilogue{bias, residual, params.relu};

@@ -21,7 +21,8 @@
 // 21 bits of each mantissa take part. Tensor cores round their sums toward zero, which is harmless within one product
 // but adds up over a depth of thousands; so each step of 8 starts from zero and is added outside, in fp32 with rounding
 // to nearest (Ootomo and Yokota 2022, arXiv 2203.03341), and the low part of the filter makes up for what rounding within a
-// step takes on average. An infinite operand makes its outputs NaN.
+// step takes on average. The four steps of a slice are added up before the total takes them: as many additions, of which one
+// in four rounds a large number. An infinite operand makes its outputs NaN.
 #include "async_copy.cuh"
 #include "dependent_launch.cuh"
 
@@ -145,7 +146,7 @@ extern "C" __global__ void SLICES_IN_A_CLUSTER __launch_bounds__(THREADS, MIN_BL
                 load_filters(loader, slice + NUM_STAGES - 1);
                 load_pixels(slice + NUM_STAGES - 1);
             }
-            accumulator.add(fragments[step % BUFFERS]);
+            accumulator.add(fragments[step % BUFFERS], step);
             if (BUFFERS == 1) load_fragments(step + 1);
         }
     }

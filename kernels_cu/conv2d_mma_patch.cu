@@ -189,7 +189,7 @@ extern "C" __global__ void SLICES_IN_A_CLUSTER __launch_bounds__(THREADS, MIN_BL
                 load_filters(slice + NUM_STAGES - 1);
                 copy_async_commit();  // possibly an empty group, so that counting groups counts slices
             }
-            accumulator.add(fragments[step % BUFFERS]);
+            accumulator.add(fragments[step % BUFFERS], step);
             if (BUFFERS == 1) load_fragments(step + 1);
         }
     }

@@ -12,8 +12,9 @@
 // Requires   C a multiple of 32, K of 4.
 // This rung  against conv2d_wgmma: the consumers halve the pixels of each tile, split them into high and low parts on their
 //            way to registers, and the instructions take them from there; the filter comes as two operands. What is summed
-//            on tensor cores is one step of the depth at a time (see conv2d_mma), for PRODUCT_N filters: while the threads
-//            add one such product to their sums, the next is on its way. An infinite operand makes its outputs NaN.
+//            on tensor cores is one step of the depth at a time (see conv2d_mma), for 64 rows and 64 filters: while the
+//            threads add one such product to the others of its slice, the next is on its way. The sum of a slice is added
+//            to the total once, so that few roundings are those of large numbers. An infinite operand makes its outputs NaN.
 #include "conv2d_params.cuh"
 #include "dependent_launch.cuh"
 #include "epilogue.cuh"
@@ -23,14 +24,8 @@
 
 #ifndef TILE_M
 #define TILE_M 128    // pixels per tile: 128 or 256
-#define TILE_N 128    // filters per tile: a multiple of PRODUCT_N
+#define TILE_N 128    // filters per tile: a multiple of 64
 #define NUM_STAGES 4  // slices of both operands in shared memory
-#endif
-#ifndef PRODUCT_N
-#define PRODUCT_N 64  // filters of a product on tensor cores: 64 or 128
-#endif
-#ifndef PRODUCT_STEPS
-#define PRODUCT_STEPS 1  // steps of its depth, 8 each: with more of them more is rounded toward zero
 #endif
 
 constexpr int CONSUMERS = 2, WARPGROUP = 128, WARPS = WARPGROUP / 32, THREADS = WARPGROUP * (1 + CONSUMERS);
@@ -38,10 +33,11 @@ constexpr int ROW_BYTES = 128, SLICE_CHANNELS = ROW_BYTES / 4, STEPS = ROW_BYTES
 constexpr int PIXEL_BYTES = TILE_M * ROW_BYTES, FILTER_BYTES = TILE_N * ROW_BYTES;
 constexpr int STAGE_BYTES = PIXEL_BYTES + 2 * FILTER_BYTES;
 constexpr int CONSUMER_M = TILE_M / CONSUMERS, BLOCKS_M = CONSUMER_M / 64, ROWS = 2 * BLOCKS_M;  // of a thread, in its columns
-constexpr int BLOCKS_N = TILE_N / PRODUCT_N, BLOCKS = BLOCKS_M * BLOCKS_N;  // products side by side
-constexpr int PRODUCTS = STEPS / PRODUCT_STEPS * BLOCKS;                    // of a slice
+constexpr int PRODUCT_N = 64;  // filters of a product on tensor cores, which has 64 rows too: a block of the tile
+constexpr int BLOCKS_N = TILE_N / PRODUCT_N, BLOCKS = BLOCKS_M * BLOCKS_N;  // of a consumer
+constexpr int PRODUCTS = STEPS * BLOCKS;                                    // of a slice: all of a block, then of the next
 constexpr int TOGETHER = 4;  // pairs of columns whose residuals are under way at once
-static_assert(TILE_M % 128 == 0 && TILE_N % PRODUCT_N == 0 && STEPS % PRODUCT_STEPS == 0, "whole products");
+static_assert(TILE_M % 128 == 0 && TILE_N % PRODUCT_N == 0, "whole products");
 static_assert(TILE_N / 8 % TOGETHER == 0, "whole groups of columns");
 
 struct Barriers {
@@ -88,76 +84,82 @@ __device__ __forceinline__ void produce(const TensorMap& pixels, const TensorMap
     }
 }
 
-// A thread's pixels of the steps of one product, of each 64 rows.
-struct Fragments {
-    unsigned words[PRODUCT_STEPS][BLOCKS_M][4];
+// A thread's pixels of one step, of 64 rows.
+struct Fragment {
+    unsigned words[4];
 
     // `corner` is where the thread's first row begins, and 16 · (row % 8) + 4 · (lane % 4) bytes further: chunk c of a row
     // lies at place c ^ (row % 8), so that the 8 rows of 4 words that a warp loads at once are in 32 different banks.
-    __device__ __forceinline__ void load(const unsigned char* shared, int corner, int first_step) {
+    __device__ __forceinline__ void load(const unsigned char* shared, int corner, int step) {
 #pragma unroll
-        for (int step = 0; step < PRODUCT_STEPS; ++step) {
-#pragma unroll
-            for (int i = 0; i < 4 * BLOCKS_M; ++i) {
-                const int chunk = (first_step + step) * 2 + i % 4 / 2, row = i / 4 * 64 + i % 2 * 8;
-                const unsigned char* const place = shared + (corner ^ chunk * 16) + row * ROW_BYTES;
-                words[step][i / 4][i % 4] = *reinterpret_cast<const unsigned*>(place);
-            }
+        for (int i = 0; i < 4; ++i) {
+            const int chunk = step * 2 + i / 2, row = i % 2 * 8;
+            words[i] = *reinterpret_cast<const unsigned*>(shared + (corner ^ chunk * 16) + row * ROW_BYTES);
         }
     }
 };
 
-// Adds a product that has been waited for, rounding to nearest.
-__device__ __forceinline__ void add_product(float (&sums)[BLOCKS_M][TILE_N / 2], float (&product)[PRODUCT_N / 2], int block) {
+// Which of three buffers a product goes to. A block's first becomes the sum of its slice: the others are added to it as they
+// come, by turns from the two that are left. When the last of them is under way the next block begins in the other one.
+__device__ __forceinline__ constexpr int buffer_of(int block, int step) { return (block + (step == 0 ? 0 : 1 + step % 2)) % 3; }
+
+// Adds a product that has been waited for to those of its block and slice, and these, once they are all there, to the sums.
+// Each addition rounds to nearest.
+__device__ __forceinline__ void add_product(float (&sums)[BLOCKS_M][TILE_N / 2], float (&products)[3][PRODUCT_N / 2],
+                                            int number) {
+    const int block = number / STEPS, step = number % STEPS;
+    auto& product = products[buffer_of(block, step)];
+    auto& slice_sum = products[buffer_of(block, 0)];
     warpgroup_results(product);
 #pragma unroll
-    for (int i = 0; i < PRODUCT_N / 2; ++i) sums[block / BLOCKS_N][block % BLOCKS_N * (PRODUCT_N / 2) + i] += product[i];
+    for (int i = 0; i < PRODUCT_N / 2; ++i) {
+        if (step > 0) slice_sum[i] += product[i];
+        if (step == STEPS - 1) sums[block / BLOCKS_N][block % BLOCKS_N * (PRODUCT_N / 2) + i] += slice_sum[i];
+    }
 }
 
 // The sums of this consumer's part of a tile. `corner` as above, in the first stage.
 __device__ __forceinline__ void multiply(float (&sums)[BLOCKS_M][TILE_N / 2], Barriers& barriers, const unsigned char* shared,
                                          Place& place, int slices, int corner) {
     const unsigned filters = shared_address(shared) + PIXEL_BYTES;
-    Fragments next;
+    Fragment next;
     barrier_wait(shared_address(&barriers.full[place.stage]), place.parity);
     next.load(shared, place.stage * STAGE_BYTES + corner, 0);
     for (int slice = 0; slice < slices; ++slice) {
         const int stage = place.stage;
         const unsigned long long b = operand(filters + stage * STAGE_BYTES);
-        float products[2][PRODUCT_N / 2] = {};  // one is added to the sums while the other is computed
-        Fragments high, low;
+        float products[3][PRODUCT_N / 2] = {};
+        Fragment high[STEPS], low[STEPS];  // kept for the blocks with the same rows and other filters
 #pragma unroll
         for (int number = 0; number < PRODUCTS; ++number) {
-            const int first_step = number / BLOCKS * PRODUCT_STEPS, block = number % BLOCKS, m = block / BLOCKS_N;
-            if (block == 0) {
-                high = next;
-#pragma unroll
-                for (int i = 0; i < PRODUCT_STEPS * BLOCKS_M; ++i) {
-                    split_tf32(high.words[i / BLOCKS_M][i % BLOCKS_M], low.words[i / BLOCKS_M][i % BLOCKS_M]);
-                }
+            const int block = number / STEPS, step = number % STEPS, m = block / BLOCKS_N, n = block % BLOCKS_N;
+            if (n == 0) {
+                high[step] = next;
+                split_tf32(high[step].words, low[step].words);
             }
-            auto& product = products[number % 2];
+            auto& product = products[buffer_of(block, step)];
+            const unsigned long long b_high = b + (n * PRODUCT_N * ROW_BYTES + step * 32) / 16;
+            const unsigned long long b_low = b_high + FILTER_BYTES / 16;
             warpgroup_fence();
-#pragma unroll
-            for (int step = 0; step < PRODUCT_STEPS; ++step) {
-                const int offset = block % BLOCKS_N * PRODUCT_N * ROW_BYTES + (first_step + step) * 32;
-                const unsigned long long b_high = b + offset / 16, b_low = b_high + FILTER_BYTES / 16;
-                warpgroup_mma_tf32<PRODUCT_N>(product, low.words[step][m], b_high, step > 0);
-                warpgroup_mma_tf32<PRODUCT_N>(product, high.words[step][m], b_low, true);
-                warpgroup_mma_tf32<PRODUCT_N>(product, high.words[step][m], b_high, true);
-            }
+            warpgroup_mma_tf32<PRODUCT_N>(product, low[step].words, b_high, false);
+            warpgroup_mma_tf32<PRODUCT_N>(product, high[step].words, b_low, true);
+            warpgroup_mma_tf32<PRODUCT_N>(product, high[step].words, b_high, true);
             warpgroup_commit();
-            if (block == 0) {  // the next pixels come while tensor cores are busy
-                const bool last = first_step + PRODUCT_STEPS == STEPS;
-                if (last) place.advance();
-                if (!last || slice + 1 < slices) {
-                    if (last) barrier_wait(shared_address(&barriers.full[place.stage]), place.parity);
-                    next.load(shared, place.stage * STAGE_BYTES + corner, (first_step + PRODUCT_STEPS) % STEPS);
+            // The next pixels come while tensor cores are busy.
+            const int following = m * STEPS + step + 1;
+            if (n == 0 && following < BLOCKS_M * STEPS) {
+                next.load(shared, stage * STAGE_BYTES + corner + following / STEPS * 64 * ROW_BYTES, following % STEPS);
+            }
+            if (number == PRODUCTS - 1) {
+                place.advance();
+                if (slice + 1 < slices) {
+                    barrier_wait(shared_address(&barriers.full[place.stage]), place.parity);
+                    next.load(shared, place.stage * STAGE_BYTES + corner, 0);
                 }
             }
             if (number > 0) {
                 warpgroup_wait<1>();
-                add_product(sums, products[1 - number % 2], (number - 1) % BLOCKS);
+                add_product(sums, products, number - 1);
             }
         }
         // Here the other consumer alone keeps tensor cores busy: across the end of a loop the compiler would not believe
@@ -165,7 +167,7 @@ __device__ __forceinline__ void multiply(float (&sums)[BLOCKS_M][TILE_N / 2], Ba
         warpgroup_wait<0>();
         // This stage has been read. Each warp says so for itself, having loaded pixels of its own.
         if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&barriers.empty[stage]));
-        add_product(sums, products[(PRODUCTS - 1) % 2], BLOCKS - 1);
+        add_product(sums, products, PRODUCTS - 1);
     }
 }
 
@@ -190,13 +192,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     let_next_kernel_start();
     wait_for_earlier_kernels();
     if (warpgroup == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 0) {
             produce(pixels, filters, residual ? &residuals : nullptr, barriers, shared_address(shared), params, tiles, tiles_n);
         }
         return;
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     const int lane = threadIdx.x % 32;
     const int row0 = (warpgroup - 1) * CONSUMER_M + threadIdx.x % WARPGROUP / 32 * 16 + lane / 4;
     const int corner = row0 * ROW_BYTES + lane / 4 * 16 + lane % 4 * 4;

@@ -10,10 +10,13 @@
 // Grid       tiles of filters × groups of 32 tiles (filters fastest). Block 512 threads: warp ξ accumulates element ξ,
 //            8 tiles × 8 filters per thread. Shared 2·16·CHUNK·(32 + 64)·4 bytes.
 // Requires   R = S = 3, stride 1, dilation 1, groups 1.
-// Numbers    exact on small integers. Otherwise the error is a few times that of a direct sum, because transformed
-//            values are sums and differences of up to 4 inputs. A NaN or Inf reaches all outputs of the tiles that read
-//            it, a 4×4 block instead of its true 3×3, and Inf − Inf makes NaN of an Inf: for that reason a convolution
-//            on its own runs here only when asked to by name.
+// Depth      `channels` of C: all, or, where C is a multiple of CHUNK, as many that are one too; x and transformed begin at
+//            the first of them. Long sums lose more than the transforms do: where there are many channels, later launches
+//            add to what the first one wrote, which they take as their residual.
+// Numbers    exact on small integers. Otherwise the error is a few times that of a direct sum of as many products, because
+//            transformed values are sums and differences of up to 4 inputs. A NaN or Inf reaches all outputs of the tiles
+//            that read it, a 4×4 block instead of its true 3×3, and Inf − Inf makes NaN of an Inf: for that reason a
+//            convolution on its own runs here only when asked to by name.
 // This rung  against conv2d_implicit_gemm: 2.25× fewer multiply-adds for ~30 additions per tile and channel. Fusing
 //            keeps the transformed tensors (4× the input) out of memory; warps that own one ξ need no exchange until
 //            the output transform.
@@ -136,16 +139,17 @@ __device__ __forceinline__ void load_transformed(float* slice, const float* __re
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv2d_winograd(const float* __restrict__ x, const float* __restrict__ transformed, const float* __restrict__ bias,
-                const float* __restrict__ residual, float* __restrict__ y, const Conv2dParams params) {
+                const float* __restrict__ residual, float* __restrict__ y, const int channels,
+                const Conv2dParams params) {
     extern __shared__ __align__(16) float shared[];
     float* const input_slices = shared;                     // [2][16][CHUNK][TILES], swizzled
     float* const filter_slices = shared + 2 * INPUT;        // [2][16][CHUNK][TILE_K]
 
     const int tiles_p = (params.P + 1) / 2, tiles_q = (params.Q + 1) / 2;
-    const int k_tiles = (params.K + TILE_K - 1) / TILE_K, chunks = (params.C + CHUNK - 1) / CHUNK;
+    const int k_tiles = (params.K + TILE_K - 1) / TILE_K, chunks = (channels + CHUNK - 1) / CHUNK;
     const int tile0 = blockIdx.x / k_tiles * TILES;
     const int k_tile = blockIdx.x % k_tiles;
-    transformed += static_cast<long long>(k_tile) * chunks * TRANSFORMED;
+    transformed += static_cast<long long>(k_tile) * ((params.C + CHUNK - 1) / CHUNK) * TRANSFORMED;
 
     const int lane = threadIdx.x % 32, xi = threadIdx.x / 32;
     // Z-order over 4 tiles-groups × 8 filter-groups; see conv2d_implicit_gemm.

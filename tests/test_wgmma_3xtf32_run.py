@@ -31,8 +31,7 @@ SHAPES = {
 }
 FORMS = {f"{config.tile_m}x{config.tile_n}": config.defines() for config in WGMMA_3XTF32}
 FORMS["few_stages"] = {**WGMMA_3XTF32[0].defines(), "NUM_STAGES": 2}
-FORMS["two_steps"] = {**WGMMA_3XTF32[0].defines(), "PRODUCT_STEPS": 2}
-FORMS["wide_product"] = {**WGMMA_3XTF32[0].defines(), "PRODUCT_N": 128}
+FORMS["many_blocks"] = {**WGMMA_3XTF32[0].defines(), "TILE_M": 256, "NUM_STAGES": 2}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,10 @@ MISTAKES = {
         "    barrier_wait(shared_address(&barriers.full[place.stage]), place.parity);\n    next.load",
         "    next.load",
     ),
-    "the next slices are not waited for": ("if (last) barrier_wait(", "if (false) barrier_wait("),
+    "the next slices are not waited for": (
+        "place.parity);\n                    next.load",
+        "1 - place.parity);\n                    next.load",
+    ),
     "a product is added before it is complete": ("warpgroup_wait<1>();", "warpgroup_wait<2>();"),
     "a slice is given back before it has been read": ("warpgroup_wait<0>();", "warpgroup_wait<1>();"),
     "one consumer gives back slices for both": (
@@ -96,11 +98,21 @@ MISTAKES = {
     ),
     "rows are not swizzled": ("(corner ^ chunk * 16)", "(corner + chunk * 16)"),
     "low parts take the place of high ones": (
-        "product, low.words[step][m], b_high",
-        "product, high.words[step][m], b_low",
+        "product, low[step].words, b_high",
+        "product, high[step].words, b_low",
     ),
     "the filter's low parts are forgotten": ("full, depth, params.K + n0", "full, depth, 2 * params.K"),
-    "a product is added to its neighbour": ("(number - 1) % BLOCKS);", "number % BLOCKS);"),
+    "a product is added to its neighbour": (
+        "[block % BLOCKS_N * (PRODUCT_N / 2) + i]",
+        "[(block + 1) % BLOCKS_N * (PRODUCT_N / 2) + i]",
+    ),
+    "two products under way share a buffer": ("1 + step % 2))", "1 + step / 2))"),
+    "a block begins in the buffer of the last one's sum": ("return (block + (step == 0", "return (0 + (step == 0"),
+    "a slice's first product is added to what was there": (
+        "low[step].words, b_high, false)",
+        "low[step].words, b_high, true)",
+    ),
+    "a slice's last product is left out": ("if (step == STEPS - 1) sums", "if (step == STEPS - 2) sums"),
     "y is stored before the residual is read": ("&& residual; ++f) {", "&& false; ++f) {"),
     "rows behind the last are stored": (
         "if (m >= params.gemm_m || k >= params.K) continue;",

@@ -58,6 +58,7 @@ class ImplicitGemmConfig:
         thread_m, thread_n: pixels and filters per thread.
         vector: elements per global load (4 or 1).
         min_blocks: blocks per multiprocessor that the register budget allows.
+        sum_slices: slices of 16 that are summed before they are added to the total, or 0: all are summed at once.
     """
 
     tile_m: int
@@ -66,6 +67,7 @@ class ImplicitGemmConfig:
     thread_n: int
     vector: int
     min_blocks: int
+    sum_slices: int = 0
 
     @property
     def threads(self) -> int:
@@ -80,12 +82,14 @@ class ImplicitGemmConfig:
             "THREAD_N": self.thread_n,
             "VECTOR": self.vector,
             "MIN_BLOCKS": self.min_blocks,
+            "SUM_SLICES": self.sum_slices,
         }
 
     def __str__(self) -> str:
-        return (
+        tile = (
             f"{self.tile_m}×{self.tile_n}×16, {self.thread_m}×{self.thread_n} per thread, {4 * self.vector}-byte loads"
         )
+        return f"{tile}, summed by {16 * self.sum_slices}" if self.sum_slices else tile
 
 
 @dataclass(frozen=True)
@@ -102,11 +106,21 @@ class WinogradConfig:
 
     TILES = 32
     TILE_K = 64
+    SUM_CHANNELS = 128
 
     @property
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory per block."""
         return 2 * 16 * self.chunk * (self.TILES + self.TILE_K) * 4
+
+    def channels_by_launch(self, channels: int) -> list[tuple[int, int]]:
+        """Returns what each launch sums, as its first channel and their number.
+
+        The error of a sum grows with the square root of its length: with all of 512 channels in one it would be twice
+        what it is with `SUM_CHANNELS` at a time. A last step with fewer channels is not left for another launch.
+        """
+        together = self.SUM_CHANNELS if channels % self.chunk == 0 else channels
+        return [(first, min(together, channels - first)) for first in range(0, channels, together)]
 
     def defines(self) -> dict[str, int | str]:
         return {"CHUNK": self.chunk, "UNROLL": self.unroll}
@@ -249,6 +263,12 @@ IMPLICIT_GEMM = (
     ImplicitGemmConfig(128, 64, 8, 8, vector=1, min_blocks=2),
     ImplicitGemmConfig(64, 64, 4, 8, vector=1, min_blocks=4),
     ImplicitGemmConfig(64, 32, 4, 4, vector=1, min_blocks=4),
+    # for a large depth: with two sums for one there are registers for 64 outputs per thread and for fewer blocks
+    ImplicitGemmConfig(128, 128, 8, 8, vector=4, min_blocks=1, sum_slices=8),
+    ImplicitGemmConfig(64, 128, 8, 8, vector=4, min_blocks=2, sum_slices=8),
+    ImplicitGemmConfig(128, 64, 8, 8, vector=4, min_blocks=2, sum_slices=8),
+    ImplicitGemmConfig(64, 64, 8, 8, vector=4, min_blocks=4, sum_slices=8),
+    ImplicitGemmConfig(64, 32, 4, 4, vector=4, min_blocks=4, sum_slices=8),
 )
 """The tiles that were fastest somewhere on ResNet's layers on an H100, large to small."""
 

@@ -19,7 +19,8 @@ IMPLICIT_GEMM_EFFICIENCY = {
     (64, 32, 1): 0.46,
 }
 """Rate of a full wave per (tile_m, tile_n, vector), relative to 41.9 TFLOP/s. Measured on an H100, N = 256: for 16-byte
-loads on 14²×256 → 256, 3×3; for 4-byte loads on 224²×3 → 64, 7×7, stride 2."""
+loads on 14²×256 → 256, 3×3; for 4-byte loads on 224²×3 → 64, 7×7, stride 2. Forms that sum a large depth in parts are
+taken to be as fast."""
 
 PROLOGUE_AND_EPILOGUE = 16, 28
 """Fixed work of a block of conv2d_implicit_gemm, in steps of depth: where other blocks of the multiprocessor overlap
@@ -49,7 +50,8 @@ def cost(problem: Conv2dProblem, device: Device, config: configs.Config) -> floa
     if isinstance(config, configs.WinogradConfig):
         tiles = problem.N * _ceil(problem.P, 2) * _ceil(problem.Q, 2)
         blocks = _ceil(tiles, config.TILES) * _ceil(problem.K, config.TILE_K)
-        channels = _ceil(problem.C, config.chunk) * config.chunk + WINOGRAD_OVERHEAD
+        launches = len(config.channels_by_launch(problem.C))
+        channels = _ceil(problem.C, config.chunk) * config.chunk + launches * WINOGRAD_OVERHEAD
         work = 16 * config.TILES * config.TILE_K * channels
         return _ceil(blocks, device.sm_count) * work / WINOGRAD_EFFICIENCY
     if isinstance(config, configs.ImplicitGemmConfig):

@@ -110,13 +110,20 @@ class ImplicitGemm(Variant):
 
     name = "conv2d_implicit_gemm"
     sources = ("conv2d_implicit_gemm",)
+    DEPTH_SUMMED_IN_PARTS = 512
+    """From this depth on a single sum would lose about twice as much as parts of 128 do, and more the deeper it is."""
 
     def configurations(self) -> Sequence[configs.ImplicitGemmConfig]:
         return configs.IMPLICIT_GEMM
 
     def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.ImplicitGemmConfig]:
         vector = 4 if problem.group_channels % 4 == 0 and problem.gemm_n % 4 == 0 else 1
-        return [config for config in configs.IMPLICIT_GEMM if config.vector == vector]
+        in_parts = vector == 4 and problem.gemm_k >= self.DEPTH_SUMMED_IN_PARTS
+        return [
+            config
+            for config in configs.IMPLICIT_GEMM
+            if config.vector == vector and (config.sum_slices > 0) == in_parts
+        ]
 
     def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.ImplicitGemmConfig) -> None:
         kernel = jit.get_function("conv2d_implicit_gemm", defines=config.defines())
@@ -180,5 +187,11 @@ class Winograd(Variant):
         kernel = jit.get_function("conv2d_winograd", defines=config.defines())
         tiles = problem.N * blocks(problem.P, 2) * blocks(problem.Q, 2)
         grid = (blocks(tiles, config.TILES) * blocks(problem.K, config.TILE_K),)
-        arguments = (operands.x, transformed, *operands.tail(), conv2d_params(problem, operands.relu))
-        jit.launch(kernel, grid, (self.THREADS,), arguments, shared=config.shared_memory)
+        bias, residual, y = operands.tail()
+        for first, channels in config.channels_by_launch(problem.C):
+            last = first + channels == problem.C
+            x, part = operands.x.reshape(-1)[first:], transformed[16 * config.TILE_K * first :]
+            params = conv2d_params(problem, operands.relu and last)
+            arguments = (x, part, bias, residual, y, np.int32(channels), params)
+            jit.launch(kernel, grid, (self.THREADS,), arguments, shared=config.shared_memory)
+            bias, residual = NULL, y  # to which the next channels' sums are added

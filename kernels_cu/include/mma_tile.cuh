@@ -90,8 +90,10 @@ struct Accumulator {
     static constexpr int FRAGMENTS = FRAGMENTS_M * FRAGMENTS_N;
 
     float sums[FRAGMENTS_M][FRAGMENTS_N][4] = {};
+    float slice_sums[FRAGMENTS_M][FRAGMENTS_N][4];  // PRODUCTS = 3: of the slice's steps so far
 
-    __device__ __forceinline__ void add(Fragments& step) {
+    // `number` is that of the step in its slice. All steps of a slice have to come, one after the other.
+    __device__ __forceinline__ void add(Fragments& step, int number) {
         if constexpr (PRODUCTS == 1) {
             if constexpr (sizeof(ELEMENT) == 4) step.round();
 #pragma unroll
@@ -115,7 +117,11 @@ struct Accumulator {
                     mma<ELEMENT>(product, step.pixels[i], filters_low);
                     mma<ELEMENT>(product, step.pixels[i], step.filters[j]);
 #pragma unroll
-                    for (int v = 0; v < 4; ++v) sums[i][j][v] += product[v];
+                    for (int v = 0; v < 4; ++v) {
+                        float& slice_sum = slice_sums[i][j][v];
+                        slice_sum = number == 0 ? product[v] : slice_sum + product[v];
+                        if (number == STEPS - 1) sums[i][j][v] += slice_sum;
+                    }
                 }
             }
         }
