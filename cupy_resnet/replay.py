@@ -91,13 +91,22 @@ class Replays:
         self._replays[seen[0]] = self._whole(capture) or self._in_two_parts(launches[0], self._body)
 
     def _whole(self, capture: Callable[[], Captured]) -> _Replay | None:
+        if not jit.graphs_can_be_prepared():
+            return None
         try:
             captured = capture()
-            (front,) = captured.front
-            return self._replay(jit.PreparedGraph(captured.graph, front), captured)
-        except (LookupError, MemoryError) as error:
-            logger.info("the kernel that reads the input is launched by itself: %s", error)
-            return None
+        except MemoryError as error:
+            return self._apart(error)
+        (front,) = captured.front
+        try:
+            graph = jit.PreparedGraph(captured.graph, front)
+        except LookupError as error:
+            return self._apart(error)
+        return self._replay(graph, captured)
+
+    @staticmethod
+    def _apart(error: Exception) -> None:
+        logger.info("the kernel that reads the input is launched by itself: %s", error)
 
     def _in_two_parts(self, launch: jit.Launch, body: Captured) -> _Replay:
         front, graph, graph_launch = jit.PreparedLaunch(launch), body.graph.graphExec, self._runtime.graphLaunch

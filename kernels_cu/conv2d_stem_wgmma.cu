@@ -62,10 +62,6 @@ struct Barriers {
     unsigned long long staged[STAGES];
 };
 
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
 // Among the threads of one role: 1 of producers, 2 of consumers.
 __device__ __forceinline__ void role_sync(int role) { asm volatile("bar.sync %0, %1;" ::"r"(role), "n"(WARPGROUP) : "memory"); }
 

@@ -44,24 +44,6 @@ struct Barriers {
     unsigned long long residual[CONSUMERS][BUFFERS];         // the residual of a consumer's tile has come
 };
 
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
-// A place in the ring of stages.
-struct Place {
-    int stage, parity;
-
-    __device__ __forceinline__ void advance(int count) {
-        stage += count;
-        while (stage >= NUM_STAGES) stage -= NUM_STAGES, parity ^= 1;
-    }
-};
-
-__device__ __forceinline__ void consumer_sync(int consumer) {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(WARPGROUP) : "memory");
-}
-
 // Asks for all slices of the block's tiles, as stages become free. `residuals` is null where there are none.
 __device__ __forceinline__ void produce(const TensorMap& pixels, const TensorMap& filters, const TensorMap* residuals,
                                         Barriers& barriers, unsigned stages, const Conv2dParams& params, int tiles,
@@ -85,7 +67,7 @@ __device__ __forceinline__ void produce(const TensorMap& pixels, const TensorMap
                     barrier_arrive_expecting(full, STAGE_BYTES);
                     fetch_im2col(stage, pixels, full, c, w, h, first.n, s * params.dilation_w, r * params.dilation_h);
                     fetch_box(stage + PIXEL_BYTES, filters, full, depth, n0);
-                    place.advance(1);
+                    place.advance(1, NUM_STAGES);
                 }
             }
         }
@@ -116,7 +98,7 @@ __device__ __forceinline__ void multiply(float (&sums)[BLOCKS_M][TILE_N / 2], Ba
         warpgroup_wait<1>();  // the slice before has been read
         if (slice > 0 && elected) barrier_arrive(shared_address(&barriers.empty[previous]));
         previous = place.stage;
-        place.advance(1);
+        place.advance(1, NUM_STAGES);
     }
     warpgroup_wait<0>();
     if (elected) barrier_arrive(shared_address(&barriers.empty[previous]));
@@ -176,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     };
     Place place{0, 0};
-    if (consumer == 1) place.advance(slices % (2 * NUM_STAGES));
+    if (consumer == 1) place.advance(slices % (2 * NUM_STAGES), NUM_STAGES);
     const int step = CONSUMERS * gridDim.x;
     int turn = 0, tile = blockIdx.x + consumer * gridDim.x;
     if (BUFFERS == 2) fetch_residual(0, tile);
@@ -186,10 +168,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (BUFFERS == 1) fetch_residual(turn, tile);
         float sums[BLOCKS_M][TILE_N / 2];
         multiply(sums, barriers, stages, place, slices, consumer, turn + consumer);
-        place.advance(slices % (2 * NUM_STAGES));  // those of the other consumer
+        place.advance(slices % (2 * NUM_STAGES), NUM_STAGES);  // those of the other consumer
         if (BUFFERS == 2) fetch_residual(turn + 1, tile + step);
         if (STAGED && residual) barrier_wait(shared_address(&barriers.residual[consumer][turn % BUFFERS]), turn / BUFFERS & 1);
-        if (STAGED && !residual) consumer_sync(consumer);  // the elected thread has waited for the tile before
+        if (STAGED && !residual) warpgroup_sync(1 + consumer);  // the elected thread has waited for the tile before
 
         // Residuals of a few columns at a time are under way before the first of them is stored: y may be the residual.
 #pragma unroll
@@ -224,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         if constexpr (STAGED) {
             written_for_storing();
-            consumer_sync(consumer);
+            warpgroup_sync(1 + consumer);
             if (elected) {
                 for (int i = 0; i < BOXES; ++i) {
                     store_box(outputs, shared_address(staged) + i * BOX_BYTES, n0 + i * SLICE_CHANNELS, m0);

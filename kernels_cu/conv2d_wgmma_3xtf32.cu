@@ -44,15 +44,6 @@ struct Barriers {
     unsigned long long full[NUM_STAGES], empty[NUM_STAGES];  // of the stages
 };
 
-// A place in the ring of stages.
-struct Place {
-    int stage, parity;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == NUM_STAGES) stage = 0, parity ^= 1;
-    }
-};
-
 // Asks for all slices of the block's tiles, as stages become free. `residuals` is null where there are none.
 __device__ __forceinline__ void produce(const TensorMap& pixels, const TensorMap& filters, const TensorMap* residuals,
                                         Barriers& barriers, unsigned stages, const Conv2dParams& params, int tiles,
@@ -77,7 +68,7 @@ __device__ __forceinline__ void produce(const TensorMap& pixels, const TensorMap
                     // Rows behind the high parts' last are low parts, behind those zeros: columns that are not stored.
                     fetch_box(stage + PIXEL_BYTES, filters, full, depth, n0);
                     fetch_box(stage + PIXEL_BYTES + FILTER_BYTES, filters, full, depth, params.K + n0);
-                    place.advance();
+                    place.advance(1, NUM_STAGES);
                 }
             }
         }
@@ -151,7 +142,7 @@ __device__ __forceinline__ void multiply(float (&sums)[BLOCKS_M][TILE_N / 2], Ba
                 next.load(shared, stage * STAGE_BYTES + corner + following / STEPS * 64 * ROW_BYTES, following % STEPS);
             }
             if (number == PRODUCTS - 1) {
-                place.advance();
+                place.advance(1, NUM_STAGES);
                 if (slice + 1 < slices) {
                     barrier_wait(shared_address(&barriers.full[place.stage]), place.parity);
                     next.load(shared, place.stage * STAGE_BYTES + corner, 0);

@@ -58,20 +58,6 @@ struct Barriers {
     unsigned long long residual[CONSUMERS];  // the residual of a consumer's tile has come
 };
 
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
-// A place in a ring.
-struct Place {
-    int index, parity;
-
-    __device__ __forceinline__ void advance(int count, int size) {
-        index += count;
-        while (index >= size) index -= size, parity ^= 1;
-    }
-};
-
 // Where a tile begins.
 struct Tile {
     int n, p, k;
@@ -83,10 +69,6 @@ struct Tile {
         k = number % tiles_k * FILTERS;
     }
 };
-
-__device__ __forceinline__ void consumer_sync(int consumer) {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(WARPGROUP) : "memory");
-}
 
 // Two or four 8×8 matrices of 2-byte elements between registers and shared memory, transposed: lane l holds elements
 // (2 · (l % 4), l / 4) and the one below, of matrix i in word i. Lanes 8i … 8i + 7 give the addresses of matrix i's rows.
@@ -125,18 +107,18 @@ __device__ __forceinline__ void produce(const TensorMap& pixels, const TensorMap
     for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
         const Tile tile(number, tiles_k, shape);
         for (int c = 0; c < params.C; c += SLICE_CHANNELS) {
-            const unsigned patch_full = shared_address(&barriers.patch_full[patch.index]);
-            barrier_wait(shared_address(&barriers.patch_empty[patch.index]), patch.parity);
+            const unsigned patch_full = shared_address(&barriers.patch_full[patch.stage]);
+            barrier_wait(shared_address(&barriers.patch_empty[patch.stage]), patch.parity);
             barrier_arrive_expecting(patch_full, shape.box_bytes);
-            fetch_box(patches + patch.index * shape.patch_bytes, pixels, patch_full, c, -params.pad_w, tile.p - params.pad_h,
+            fetch_box(patches + patch.stage * shape.patch_bytes, pixels, patch_full, c, -params.pad_w, tile.p - params.pad_h,
                       tile.n);
             patch.advance(1, PATCHES);
             if (resident && number != blockIdx.x) continue;
             for (int tap = 0; tap < params.R * params.S; ++tap) {
-                const unsigned full = shared_address(&barriers.full[stage.index]);
-                barrier_wait(shared_address(&barriers.empty[stage.index]), stage.parity);
+                const unsigned full = shared_address(&barriers.full[stage.stage]);
+                barrier_wait(shared_address(&barriers.empty[stage.stage]), stage.parity);
                 barrier_arrive_expecting(full, STAGE_BYTES);
-                fetch_box(stages + stage.index * STAGE_BYTES, filters, full, tap * params.C + c, tile.k);
+                fetch_box(stages + stage.stage * STAGE_BYTES, filters, full, tap * params.C + c, tile.k);
                 stage.advance(1, shape.num_stages);
             }
         }
@@ -151,12 +133,12 @@ __device__ __forceinline__ void multiply(float (&sums)[PIXELS / 2], Barriers& ba
     if (tiles_before > 0) barrier_wait(shared_address(&barriers.turn[consumer]), (tiles_before - 1) & 1);
     int previous_stage = 0, previous_patch = 0;
     for (int c = 0; c < params.C; c += SLICE_CHANNELS) {
-        barrier_wait(shared_address(&barriers.patch_full[patch.index]), patch.parity);
-        const unsigned long long b = operand(patches + patch.index * shape.patch_bytes);
+        barrier_wait(shared_address(&barriers.patch_full[patch.stage]), patch.parity);
+        const unsigned long long b = operand(patches + patch.stage * shape.patch_bytes);
         for (int r = 0; r < params.R; ++r) {
             for (int s = 0; s < params.S; ++s) {
-                barrier_wait(shared_address(&barriers.full[stage.index]), resident ? 0 : stage.parity);
-                const unsigned long long a = operand(stages + stage.index * STAGE_BYTES);
+                barrier_wait(shared_address(&barriers.full[stage.stage]), resident ? 0 : stage.parity);
+                const unsigned long long a = operand(stages + stage.stage * STAGE_BYTES);
                 unsigned long long tap = b + (r * shape.columns + s) * (ROW_BYTES / 16);
 #ifdef BASE_OFFSET
                 tap |= static_cast<unsigned long long>((r * shape.columns + s) & 7) << 49;
@@ -176,11 +158,11 @@ __device__ __forceinline__ void multiply(float (&sums)[PIXELS / 2], Barriers& ba
                     if (!resident) barrier_arrive(shared_address(&barriers.empty[previous_stage]));
                     if (first) barrier_arrive(shared_address(&barriers.patch_empty[previous_patch]));
                 }
-                previous_stage = stage.index;
+                previous_stage = stage.stage;
                 stage.advance(1, shape.num_stages);
             }
         }
-        previous_patch = patch.index;
+        previous_patch = patch.stage;
         patch.advance(1, PATCHES);
     }
     warpgroup_wait<0>();
@@ -285,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             biases[i] = bias && k < params.K ? bias[k] : 0.0f;
         }
         float sums[PIXELS / 2];
-        if (resident) stage.index = 0;
+        if (resident) stage.stage = 0;
         multiply(sums, barriers, patches, stages, patch, stage, shape, params, consumer, turn + consumer, resident);
         // Those of the other consumer.
         if (!resident) stage.advance(slices % (2 * shape.num_stages), shape.num_stages);
@@ -293,13 +275,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (residual) {
             barrier_wait(shared_address(&barriers.residual[consumer]), turn & 1);
         } else {
-            consumer_sync(consumer);  // the elected thread has waited for the tile before
+            warpgroup_sync(1 + consumer);  // the elected thread has waited for the tile before
         }
 #pragma unroll
         for (int j = 0; j + 1 < BLOCKS; j += 2) finish<4>(sums, staged, j, biases, residual, params.relu);
         if constexpr (BLOCKS % 2 == 1) finish<2>(sums, staged, BLOCKS - 1, biases, residual, params.relu);
         written_for_storing();
-        consumer_sync(consumer);
+        warpgroup_sync(1 + consumer);
         if (elected) {
             store_box(outputs, staged, tile.k, 0, tile.p, tile.n);
             store_commit();

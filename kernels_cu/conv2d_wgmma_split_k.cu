@@ -46,10 +46,6 @@ struct Barriers {
     unsigned long long received;                             // all partial sums of this block's rows have come
 };
 
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
 // Asks for `slices` slices of the tile at (m0, n0) from slice `begin` on, as stages become free.
 __device__ __forceinline__ void produce(const TensorMap& pixels, const TensorMap& filters, Barriers& barriers, unsigned stages,
                                         const Conv2dParams& params, int m0, int n0, int begin, int slices) {

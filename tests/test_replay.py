@@ -53,7 +53,8 @@ class Cuda:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.device, self.capturing, self.graphs_can_be_told = 1, False, True
+        self.device, self.capturing = 1, False
+        self.bindings_are_there = self.kernels_are_found = True
         self.lock = threading.Lock()
 
     def getDevice(self) -> int:  # noqa: N802
@@ -79,12 +80,17 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     prepared = lambda launch: lambda stream, address: fake.launched(launch.kernel, stream, address)  # noqa: E731
 
     def with_input(graph: Any, launch: Launch) -> Any:
-        if not fake.graphs_can_be_told:
-            raise LookupError("no cuda-bindings")
-        kernel = launch.kernel
-        return lambda stream, address: fake.run(graph.graphExec, kernel, stream, address)
+        if fake.kernels_are_found:
+            kernel = launch.kernel
+            return lambda stream, address: fake.run(graph.graphExec, kernel, stream, address)
+        raise LookupError("2 of the graph's kernels are the one that was launched")
 
-    monkeypatch.setattr(replay_module, "jit", SimpleNamespace(PreparedLaunch=prepared, PreparedGraph=with_input))
+    jit = SimpleNamespace(
+        PreparedLaunch=prepared,
+        PreparedGraph=with_input,
+        graphs_can_be_prepared=lambda: fake.bindings_are_there,
+    )
+    monkeypatch.setattr(replay_module, "jit", jit)
     return fake
 
 
@@ -127,16 +133,22 @@ def test_a_replay_is_the_wait_the_graph_with_its_front_the_copy_and_the_record(
     ]
 
 
-@pytest.mark.parametrize("why", ["graphs are not told", "no room"])
+@pytest.mark.parametrize("why", ["no bindings", "no kernel", "no room"])
 def test_where_a_graph_cannot_be_had_or_told_the_front_is_launched_before_that_of_the_body(
     cuda: Cuda, replays: Replays, why: str
 ) -> None:
-    def no_room() -> Captured:
-        raise MemoryError
+    captures = []
 
-    cuda.graphs_can_be_told = False
+    def capture() -> Captured:
+        captures.append(why)
+        if why == "no room":
+            raise MemoryError
+        return captured(WHOLE, LOGITS + 1, [reading(x)])
+
+    cuda.bindings_are_there, cuda.kernels_are_found = why != "no bindings", why != "no kernel"
     x = Input()
-    replays.note(x, [reading(x)], no_room if why == "no room" else lambda: captured(WHOLE, LOGITS + 1, [reading(x)]))
+    replays.note(x, [reading(x)], capture)
+    assert captures == ([] if why == "no bindings" else [why])  # a capture that nothing can come of is not begun
     assert call(replays, Input(address=0x2000)) is not None
     assert cuda.calls == [
         ("streamWaitEvent", STREAM + 1, DONE),
@@ -145,6 +157,14 @@ def test_where_a_graph_cannot_be_had_or_told_the_front_is_launched_before_that_o
         ("memcpyAsync", 0xAAA0, LOGITS, 80, 3, STREAM + 1),
         ("eventRecord", DONE, STREAM + 1),
     ]
+
+
+def test_other_errors_of_a_capture_are_not_swallowed(replays: Replays) -> None:
+    def capture() -> Captured:
+        raise KeyError("a mistake")
+
+    with pytest.raises(KeyError, match="a mistake"):
+        replays.note(Input(), [reading(Input())], capture)
 
 
 def test_the_first_input_is_not_kept_alive(cuda: Cuda, replays: Replays) -> None:

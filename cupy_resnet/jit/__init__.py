@@ -10,7 +10,16 @@ Importing this package imports no CuPy; compiling needs CuPy and NVRTC but no GP
 
 from .arch import Arch
 from .building import Compiled, CompileEvent, Defines, compile_kernel, compile_listeners, on_compile
-from .launching import Launch, PreparedGraph, PreparedLaunch, allocating_during_capture, launch, overlapping, recording
+from .launching import (
+    Launch,
+    PreparedGraph,
+    PreparedLaunch,
+    allocating_during_capture,
+    graphs_can_be_prepared,
+    launch,
+    overlapping,
+    recording,
+)
 from .loading import get_function
 from .ptxas import KernelResources
 from .report import Report, compile_reports
@@ -32,6 +41,7 @@ __all__ = [
     "compile_listeners",
     "compile_reports",
     "get_function",
+    "graphs_can_be_prepared",
     "launch",
     "list_kernels",
     "on_compile",

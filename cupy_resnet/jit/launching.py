@@ -32,6 +32,9 @@ STATIC_LIMIT = 48 << 10
 _thread = threading.local()
 _allowing = threading.Lock()
 
+ALL_SHARED = 100
+"""Percent of a multiprocessor's memory that may be shared memory: `preferred_shared_memory_carveout`."""
+
 
 @contextlib.contextmanager
 def overlapping() -> Iterator[None]:
@@ -127,6 +130,11 @@ class PreparedLaunch:
         self._launch_kernel(*self._what, stream, self._parameters.address, 0)  # copies the values at once
 
 
+def graphs_can_be_prepared() -> bool:
+    """Whether `PreparedGraph` can look at a graph's kernels: cuda-bindings is installed."""
+    return _driver() is not None
+
+
 class PreparedGraph:
     """A captured graph to be run with other arrays in the place of a kernel's first argument, by one thread at a time.
 
@@ -135,7 +143,7 @@ class PreparedGraph:
         launch: recorded during its capture; the first argument is an array that no other kernel of the graph reads.
 
     Raises:
-        LookupError: the graph's kernels cannot be looked at, for want of cuda-bindings, or this one is not among them.
+        LookupError: the graph's kernels cannot be looked at (`graphs_can_be_prepared`), or this one is not among them.
     """
 
     def __init__(self, graph: "cupy.cuda.Graph", launch: Launch) -> None:
@@ -215,10 +223,15 @@ def launch(
 
 
 def _allow(kernel: Any, shared: int) -> None:
-    """Raises what a kernel may have of dynamic shared memory; lowering it would fail launches of other threads."""
+    """Raises what a kernel may have of dynamic shared memory; lowering it would fail launches of other threads.
+
+    Such a kernel also gets as much shared memory per multiprocessor as there is, at the expense of the L1 cache: the
+    driver's own split may leave room for fewer blocks than the registers do.
+    """
     with _allowing:
         if kernel.max_dynamic_shared_size_bytes < shared:
             kernel.max_dynamic_shared_size_bytes = shared
+            kernel.preferred_shared_memory_carveout = ALL_SHARED
 
 
 def _can_overlap() -> bool:

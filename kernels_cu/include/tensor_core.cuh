@@ -6,11 +6,7 @@
 #pragma once
 
 #include "element.cuh"
-
-// The address of shared memory as instructions on the shared window take it.
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
+#include "shared_address.cuh"
 
 // Loads four matrices of 8 rows × 16 bytes; lanes 8i .. 8i+7 give the addresses of the rows of matrix i, and lane l
 // receives 4 bytes: word l % 4 of row l / 4.

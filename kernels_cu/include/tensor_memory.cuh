@@ -6,6 +6,8 @@
 // __grid_constant__ parameter.
 #pragma once
 
+#include "shared_address.cuh"
+
 struct alignas(64) TensorMap {
     unsigned long long opaque[16];
 };
@@ -30,6 +32,16 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
         "again: mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
         "@!complete bra again; }" ::"r"(barrier), "r"(parity) : "memory");
 }
+
+// A place in a ring of stages, and the parity of the phase of its barriers that is next.
+struct Place {
+    int stage, parity;
+
+    __device__ __forceinline__ void advance(int count, int stages) {
+        stage += count;
+        while (stage >= stages) stage -= stages, parity ^= 1;
+    }
+};
 
 // Brings a map to where the accelerator will look for it.
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {

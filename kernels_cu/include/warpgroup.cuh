@@ -30,6 +30,11 @@ __device__ __forceinline__ void warpgroup_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// Waits for the other threads of this warpgroup, with a named barrier, not 0, that no other warpgroup uses.
+__device__ __forceinline__ void warpgroup_sync(int barrier) {
+    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+}
+
 // sums = a · b, or sums += a · b if `accumulate`, for 64 rows and N columns; a kernel that needs another N than those below
 // instantiates WARPGROUP_MMA_OF_BYTES_2 or _OF_ALL for it.
 template <typename Element, int N>
