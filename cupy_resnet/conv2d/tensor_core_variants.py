@@ -162,14 +162,21 @@ class MmaPatch(Variant):
         _launch_mma(self.name, problem, operands, operands.filter.weight, config, (rows,))
 
 
-class WgmmaIm2col(Variant):
-    """A kernel of Hopper's warpgroup instructions that has the tensor memory accelerator walk the output's pixels."""
+class HopperVariant(Variant):
+    """A kernel of Hopper's warpgroup instructions."""
 
     def supports(self, problem: Conv2dProblem, device: Device) -> Support:
         if device.compute_capability != (9, 0):
             return False, f"needs compute capability 9.0, {device.name} has {device.number}"
         if problem.groups != 1:
             return False, f"needs groups 1, not {problem.groups}"
+        return super().supports(problem, device)
+
+
+class WgmmaIm2col(HopperVariant):
+    """A kernel that has the tensor memory accelerator walk the output's pixels."""
+
+    def supports(self, problem: Conv2dProblem, device: Device) -> Support:
         supported, why_not = super().supports(problem, device)
         if not supported:
             return False, why_not

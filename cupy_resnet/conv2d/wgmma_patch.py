@@ -11,8 +11,8 @@ from . import configs, tensor_maps
 from .device import Device
 from .params import conv2d_params
 from .problem import Conv2dProblem
-from .tensor_core_variants import multiprocessors
-from .variant import Operands, Support, Variant, blocks
+from .tensor_core_variants import HopperVariant, multiprocessors
+from .variant import Operands, Support, blocks
 
 STATIC_SHARED = 1024
 """Bytes for the barriers, so that what follows is aligned to as much."""
@@ -113,7 +113,7 @@ def patch_tile(problem: Conv2dProblem, pixels: int, shared_limit: int) -> PatchT
     )
 
 
-class WgmmaPatch(Variant):
+class WgmmaPatch(HopperVariant):
     """conv2d_wgmma_patch: conv2d_wgmma with the input of a tile in shared memory."""
 
     name = "conv2d_wgmma_patch"
@@ -121,10 +121,6 @@ class WgmmaPatch(Variant):
     sources = ("conv2d_wgmma_patch",)
 
     def supports(self, problem: Conv2dProblem, device: Device) -> Support:
-        if device.compute_capability != (9, 0):
-            return False, f"needs compute capability 9.0, {device.name} has {device.number}"
-        if problem.groups != 1:
-            return False, f"needs groups 1, not {problem.groups}"
         supported, why_not = super().supports(problem, device)
         if not supported:
             return False, why_not
