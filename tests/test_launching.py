@@ -30,7 +30,6 @@ class Kernel:
     def __init__(self) -> None:
         self.kernel = SimpleNamespace(ptr=0xF00D)
         self.max_dynamic_shared_size_bytes = 0
-        self.preferred_shared_memory_carveout = -1  # as the driver likes
         self.calls: list[tuple[Any, ...]] = []
 
     def __call__(self, grid: Any, block: Any, arguments: Any, *, shared_mem: int) -> None:
@@ -216,7 +215,6 @@ def test_more_shared_memory_than_usual_is_asked_for_first(driver: Driver, early:
             launch(kernel, (1,), (32,), (), shared=shared, waits=True)
     assert modest.max_dynamic_shared_size_bytes == 0
     assert greedy.max_dynamic_shared_size_bytes == STATIC_LIMIT + 1
-    assert (modest.preferred_shared_memory_carveout, greedy.preferred_shared_memory_carveout) == (-1, 100)
 
 
 def test_a_limit_once_raised_stays_for_other_threads_launches() -> None:

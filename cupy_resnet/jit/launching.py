@@ -32,9 +32,6 @@ STATIC_LIMIT = 48 << 10
 _thread = threading.local()
 _allowing = threading.Lock()
 
-ALL_SHARED = 100
-"""Percent of a multiprocessor's memory that may be shared memory: `preferred_shared_memory_carveout`."""
-
 
 @contextlib.contextmanager
 def overlapping() -> Iterator[None]:
@@ -223,15 +220,10 @@ def launch(
 
 
 def _allow(kernel: Any, shared: int) -> None:
-    """Raises what a kernel may have of dynamic shared memory; lowering it would fail launches of other threads.
-
-    Such a kernel also gets as much shared memory per multiprocessor as there is, at the expense of the L1 cache: the
-    driver's own split may leave room for fewer blocks than the registers do.
-    """
+    """Raises what a kernel may have of dynamic shared memory; lowering it would fail launches of other threads."""
     with _allowing:
         if kernel.max_dynamic_shared_size_bytes < shared:
             kernel.max_dynamic_shared_size_bytes = shared
-            kernel.preferred_shared_memory_carveout = ALL_SHARED
 
 
 def _can_overlap() -> bool:
