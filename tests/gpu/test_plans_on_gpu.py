@@ -373,3 +373,30 @@ def test_inside_a_graph_of_the_callers_own(plan: bool) -> None:
         assert torch.equal(y, plain(static)), seed
         assert torch.equal(other, kept), seed
         assert all(bool((array == 7).all()) for array in held), seed
+
+
+@pytest.mark.alone
+def test_the_memory_of_plans_goes_back_to_the_gpu() -> None:
+    import cupy
+
+    with load("resnet18") as model:
+        for N in (1, 48, 56, 64):  # kernels are loaded, filters are packed
+            model(images(N, 224))
+        runner_of(model).drop()
+        before = free_bytes()
+        model(images(64, 224))
+        (plan,) = runner_of(model)._plans.values()
+        assert plan.nbytes > 40 << 20
+        assert free_bytes() <= before - plan.nbytes
+        assert runner_of(model).drop()
+        assert free_bytes() >= before - (4 << 20)
+        runner_of(model).max_bytes = plan.nbytes
+        for N in (48, 56, 64):
+            model(images(N, 224))
+        assert len(plans_of(model)) == 1
+        assert free_bytes() >= before - 1.1 * plan.nbytes - (4 << 20), "only one of three plans is held"
+        assert bool(cupy.isfinite(model(images(2, 64))).all())
+        del plan
+    assert free_bytes() >= before
+    with pytest.raises(RuntimeError, match="closed"):
+        model(images(1, 64))

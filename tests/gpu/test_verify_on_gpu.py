@@ -116,6 +116,15 @@ MISTAKES = {
         *("implicit_gemm.cuh", "params.stride_w - params.pad_w", "params.stride_w - params.pad_w - (params.C == 512)"),
         *({"kernel": "conv2d_mma"}, {"layer4.0", "layer4.1"}),
     ),
+    "one tap on tensor cores": (
+        *(
+            "implicit_gemm.cuh",
+            "return static_cast<unsigned>(h) < static_cast<unsigned>(params.H) &&",
+            "return !(position.r == 2 && position.s == 2 && params.C == 64 && params.K == 128) &&\n"
+            "    static_cast<unsigned>(h) < static_cast<unsigned>(params.H) &&",
+        ),
+        *({"kernel": "conv2d_mma"}, {"layer2.0"}),
+    ),
     "padding of the stem": (
         *("conv2d_stem.cu", "2 * (2 * tile.q0 - 1) - 3;", "2 * (2 * tile.q0 - 1) - 2;"),
         *({"precision": "tf32"}, {"stem"}),
