@@ -42,8 +42,9 @@ class Lifetime(NamedTuple):
 class _Walk(ShapeEngine):
     """Notes each array that an operation would allocate, and when the last reference to it goes."""
 
-    def __init__(self, precision: str) -> None:
+    def __init__(self, precision: str, fuses_back_to_back: Callable[..., bool]) -> None:
         super().__init__(precision, fused_stem=True)
+        self._fuses_back_to_back = fuses_back_to_back
         self._sizes: list[int] = []
         self._ends: dict[int, int] = {}
         self._references: list[weakref.ref[ShapeArray]] = []
@@ -68,22 +69,39 @@ class _Walk(ShapeEngine):
         residual: ShapeArray | None = options.get("residual")
         return residual if residual is not None and options.get("overwrite_residual") else self.noted(y)
 
+    def fuses_back_to_back(self, *shapes: Any, **geometry: Any) -> bool:
+        return self._fuses_back_to_back(*shapes, **geometry)
+
+    def conv2d_back_to_back(self, *arguments: Any, **options: Any) -> ShapeArray:
+        """As `conv2d`, where it is one kernel; what is between its convolutions lies nowhere then."""
+        y = super().conv2d_back_to_back(*arguments, **options)
+        if self.records[-1].pair is None:  # two, each noted by itself
+            return y
+        residual: ShapeArray = options["residual"]
+        return residual if options.get("overwrite_residual") else self.noted(y)
+
     def _record(self, *arguments: Any, **options: Any) -> ShapeArray:
         return self.noted(super()._record(*arguments, **options))
 
 
-def foresee(network: Network, shape: tuple[int, ...], precision: str) -> tuple[ShapeArray, list[Lifetime]]:
+def foresee(
+    network: Network,
+    shape: tuple[int, ...],
+    precision: str,
+    fuses_back_to_back: Callable[..., bool] = lambda *shapes, **geometry: False,
+) -> tuple[ShapeArray, list[Lifetime]]:
     """Tells which arrays the network's body makes and how long each is needed.
 
     Args:
         network: a description or a bound network.
         shape: (N, H, W, in_channels) of the pixels.
         precision: the engine's.
+        fuses_back_to_back: the engine's, for it decides which arrays there are; by default one that never does.
 
     Returns:
         What the body is given, and the arrays in the order in which they are made; that is the first of them.
     """
-    walk = _Walk(precision)
+    walk = _Walk(precision, fuses_back_to_back)
     network = bind_shapes(network, fuse=False)  # what is folded already stays so
     given = network.front(ShapeEngine(precision, fused_stem=True), ShapeArray(shape))
     given = ShapeArray(given.shape, dtype=walk.arithmetic.storage)
@@ -128,7 +146,7 @@ class Arena:
 
         self._cupy: Any = cupy
         self._network, self._ops = network, ops
-        self._given, self._lifetimes = foresee(network, shape, ops.precision)
+        self._given, self._lifetimes = foresee(network, shape, ops.precision, ops.fuses_back_to_back)
         self._offsets = lay_out(self._lifetimes)
         sizes = [array.nbytes for array in self._lifetimes]
         places = [(offset, offset + nbytes) for offset, nbytes in zip(self._offsets, sizes, strict=True)]

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import overload
 
 from .binding import bind_shapes
-from .conv2d import H100, PRECISIONS, Device, choose
+from .conv2d import H100, PRECISIONS, Conv2dPair, Device, back_to_back, choose
+from .conv2d.back_to_back_choice import choose_back_to_back
 from .conv2d.stem_choice import choose_stem
 from .engines.cuda_engine import resolve_precision
 from .engines.shape_engine import OpRecord, ShapeArray, ShapeEngine
@@ -17,9 +18,9 @@ class Step:
     """One operation and what computes it.
 
     Args:
-        layer: parameter key prefix, empty for an operation without weights.
+        layer: parameter key prefix, empty for an operation without weights; of a pair both.
         op: name in `cupy_resnet.engines.base.Ops`, with what is fused behind it.
-        problem: the convolution, or the output's shape, as text.
+        problem: the convolution or the pair of them, or the output's shape, as text.
         kernel: name of the kernel, or ``"im2col + BLAS"``.
         config: the kernel's configuration, as text.
         reason: why this kernel.
@@ -122,7 +123,12 @@ def explain(
     arithmetic = PRECISIONS[resolve_precision(precision, target, kernel) if engine == "cuda" else "fp32"]
     pixels = ShapeArray((N, H, W, C), channels_first=C > 1 and H * W > 1)  # else both layouts are the same memory
     stem_kernel, _ = choose_stem(arithmetic, pixels.shape, network.stem.krsc_shape, target)
-    ops = ShapeEngine(arithmetic.name, fused_stem=kernel == "auto" and stem_kernel is not None)
+
+    def fuses_pair(pair: Conv2dPair) -> bool:
+        return kernel == "auto" and choose_back_to_back(pair, target, spread_nan=True).config is not None
+
+    fused_stem = kernel == "auto" and stem_kernel is not None
+    ops = ShapeEngine(arithmetic.name, fused_stem=fused_stem, fuses_pair=fuses_pair)
     bind_shapes(network, fuse=fuse)(ops, pixels)
     if engine == "numpy":
         return Explanation(f"{network.name}, input {shape}, NumPy engine", [_numpy_step(r) for r in ops.records])
@@ -149,6 +155,9 @@ def _cuda_step(record: OpRecord, device: Device, kernel: str, strict: bool) -> S
         assert problem is not None
         name, _ = choose_stem(problem.arithmetic, problem.input_shape, problem.filter_shape, device)
         return _step(record, kernel=str(name), reason="one kernel from pixels to the pooled map")
+    if record.pair is not None:
+        fused = choose_back_to_back(record.pair, device, spread_nan=True)
+        return _step(record, kernel=back_to_back.name, config=str(fused.config), reason=fused.reason)
     if record.as_conv2d is not None:
         choice = choose(record.as_conv2d, device)
     elif record.problem is not None:
@@ -161,10 +170,11 @@ def _cuda_step(record: OpRecord, device: Device, kernel: str, strict: bool) -> S
 
 
 def _step(record: OpRecord, *, kernel: str, config: str = "", reason: str = "", fallback: str | None = None) -> Step:
+    problem = record.pair or record.problem
     return Step(
         layer=record.layer or "",
         op=" + ".join([record.op, *record.epilogue]),
-        problem=str(record.problem) if record.problem else "→ " + "×".join(map(str, record.output_shape)),
+        problem=str(problem) if problem else "→ " + "×".join(map(str, record.output_shape)),
         kernel=kernel,
         config=config,
         reason=reason,

@@ -95,6 +95,7 @@ ARROWS = {
     "conv2d.wgmma_3xtf32": {"jit"},
     "conv2d.stem": {"jit"},
     "conv2d.stem_wgmma": {"jit"},
+    "conv2d.back_to_back_choice": {"errors"},
     "conv2d.heuristics": {"_names", "errors"},
     "conv2d.tuned": {"environment", "jit"},
     "tuning": {
@@ -124,6 +125,7 @@ LIBRARIES = {
             "jit.launching",
             "jit.toolchain",
             "tuning.bench",
+            "tuning.operands",
             "proof.machine",
             *(f"proof.bench.{m}" for m in ("fusion", "ladder", "meters")),
         ),

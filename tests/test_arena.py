@@ -245,6 +245,25 @@ def test_passes_run_in_one_piece_of_memory(gpu: Gpu, name: str, fuse: bool) -> N
     assert arena.largest == max(array.nbytes for array in lifetimes)
 
 
+class Fusing(Engine):
+    """Computes a bottleneck's last two convolutions in one; what is between them lies nowhere."""
+
+    def fuses_back_to_back(self, x_shape: Any, *arguments: Any, **geometry: Any) -> bool:
+        return x_shape[3] != 128  # not everywhere
+
+    def conv2d_back_to_back(self, x: Any, *arguments: Any, **options: Any) -> Any:
+        y = PLAIN.conv2d_back_to_back(np.array(x), *arguments, **options)
+        return self.placed(y, options["residual"] if options.get("overwrite_residual") else None)
+
+
+def test_two_convolutions_in_one_are_foreseen(gpu: Gpu) -> None:
+    network, engine = bound("resnet50"), Fusing(gpu)
+    checked(network, engine)
+    _, lifetimes = foresee(network, (2, SIZE, SIZE, 3), "fp32", engine.fuses_back_to_back)
+    assert len(lifetimes) < len(foresee(network, (2, SIZE, SIZE, 3), "fp32")[1])
+    assert gpu.elsewhere == [most_needed(lifetimes)]
+
+
 class WithWorkspaces(Engine):
     """Each convolution has a workspace while it runs, of its result's size or another."""
 

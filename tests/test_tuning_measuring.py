@@ -13,7 +13,7 @@ import torch
 from tuning_support import LAYER
 
 from cupy_resnet.conv2d import PRECISIONS
-from cupy_resnet.tuning import Workload, bench
+from cupy_resnet.tuning import Workload, bench, operands
 from cupy_resnet.tuning.contest import FINALISTS, FIRST_SAMPLES, LAST_SAMPLES, contest
 
 
@@ -82,21 +82,21 @@ def numpy_for_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("numpy_for_cupy")
 def test_operands_repeat_what_was_drawn_from_any_start() -> None:
     values = np.arange(7, dtype=np.float32)
-    np.testing.assert_array_equal(bench._repeat(values, (2, 5), 0).reshape(-1), [*range(7), 0, 1, 2])
-    np.testing.assert_array_equal(bench._repeat(values, (9,), 12), [5, 6, *range(7)])
-    np.testing.assert_array_equal(bench._repeat(values, (3,), 2), [2, 3, 4])
+    np.testing.assert_array_equal(operands.repeat(values, (2, 5), 0).reshape(-1), [*range(7), 0, 1, 2])
+    np.testing.assert_array_equal(operands.repeat(values, (9,), 12), [5, 6, *range(7)])
+    np.testing.assert_array_equal(operands.repeat(values, (3,), 2), [2, 3, 4])
 
 
 @pytest.mark.usefixtures("numpy_for_cupy")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_operands_are_stored_as_the_precision_says(precision: str) -> None:
     values = np.random.default_rng(0).standard_normal(1000, np.float32)
-    stored = bench._stored(values, precision)
+    stored = operands.stored(values, precision)
     assert stored.dtype == PRECISIONS[precision].storage
     expected = torch.from_numpy(values).to(
         {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
     )
-    np.testing.assert_array_equal(bench._as_float32(stored, precision), expected.float().numpy())
+    np.testing.assert_array_equal(operands.as_float32(stored, precision), expected.float().numpy())
 
 
 @pytest.mark.usefixtures("numpy_for_cupy")
@@ -105,12 +105,12 @@ def test_outputs_that_differ_are_told_apart_in_every_place(precision: str, monke
     monkeypatch.setattr(bench, "CHUNK", 64)
     problem = replace(LAYER, precision=precision)
     race = bench.GpuRace(SimpleNamespace(normal=None, cold_l2=False), Workload(problem), None)
-    reference = bench._stored(np.linspace(-1, 4, 200, dtype=np.float32), precision).reshape(2, 100)
+    reference = operands.stored(np.linspace(-1, 4, 200, dtype=np.float32), precision).reshape(2, 100)
     assert race._difference(reference.copy(), reference) == 0
     for place in (0, 63, 64, 199):
         for value, least in ((np.float32(9), 1.0), (np.float32(np.nan), np.inf), (np.float32(np.inf), np.inf)):
             output = reference.copy().reshape(-1)
-            output[place] = bench._stored(np.array([value]), precision)[0]
+            output[place] = operands.stored(np.array([value]), precision)[0]
             assert race._difference(output.reshape(2, 100), reference) >= least
     unwritten = np.full(reference.nbytes, 0xFF, np.uint8).view(reference.dtype).reshape(reference.shape)
     assert race._difference(unwritten, reference) == np.inf
@@ -119,6 +119,6 @@ def test_outputs_that_differ_are_told_apart_in_every_place(precision: str, monke
 
 def test_filters_are_as_many_as_push_each_other_out_of_the_cache() -> None:
     megabyte = 1 << 20
-    assert bench._copies(9 * megabyte, 50 * megabyte) * 9 > 50 * bench.L2_MARGIN
-    assert bench._copies(200 * megabyte, 50 * megabyte) == 1
-    assert bench._copies(1000, 50 * megabyte) == bench._copies(0, 50 * megabyte) == bench.LAUNCHES
+    assert operands.copies(9 * megabyte, 50 * megabyte) * 9 > 50 * operands.L2_MARGIN
+    assert operands.copies(200 * megabyte, 50 * megabyte) == 1
+    assert operands.copies(1000, 50 * megabyte) == operands.copies(0, 50 * megabyte) == operands.LAUNCHES

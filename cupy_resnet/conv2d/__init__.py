@@ -3,7 +3,7 @@
 from .device import H100, Device
 from .heuristics import Choice, check_kernel, choose
 from .precision import PRECISIONS, Precision
-from .problem import Conv2dProblem
+from .problem import Conv2dPair, Conv2dProblem
 from .variants import VARIANTS
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "PRECISIONS",
     "VARIANTS",
     "Choice",
+    "Conv2dPair",
     "Conv2dProblem",
     "Device",
     "Precision",

@@ -1,8 +1,9 @@
 """What a configuration is expected to cost, from the shape alone. Needs no measurement, imports no CuPy."""
 
 from . import configs
+from .back_to_back import BackToBackConfig
 from .device import Device
-from .problem import Conv2dProblem
+from .problem import Conv2dPair, Conv2dProblem
 from .tensor_core_variants import as_merged, shared_memory
 from .wgmma_patch import patch_tile
 
@@ -170,6 +171,23 @@ def _wgmma_3xtf32_microseconds(problem: Conv2dProblem, device: Device, config: c
     per_slice = WGMMA_3XTF32_SLICE_MICROSECONDS * share**0.7
     per_tile = _ceil(problem.gemm_k, config.tile_k) * per_slice + WGMMA_3XTF32_TILE_MICROSECONDS * share
     return max(_ceil(tiles, device.sm_count) * per_tile, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
+
+
+def back_to_back_microseconds(pair: Conv2dPair, device: Device, config: BackToBackConfig) -> float:
+    """The slower of arithmetic and memory for one kernel that computes both, the second with a residual.
+
+    A tile of pixels goes through both products, at the rates of conv2d_wgmma: a guess, not measured yet.
+    """
+    tiles = _ceil(pair.first.gemm_m, config.tile_m)
+    per_tile = WGMMA_TILE_MICROSECONDS
+    for problem in pair.parts:
+        width = min(problem.K, 128)
+        share = config.tile_m * width / (128 * 128)
+        slices = _ceil(problem.gemm_k, 64) * _ceil(problem.K, width)
+        per_tile += slices * WGMMA_SLICE_MICROSECONDS * max(0.3, share**0.75)
+    residual = pair.second.gemm_m * pair.K * pair.first.arithmetic.element_size
+    memory = (pair.bytes + residual) / BANDWIDTH
+    return max(_ceil(tiles, device.sm_count) * per_tile, memory) + LAUNCH_MICROSECONDS
 
 
 def _efficiency(problem: Conv2dProblem, config: configs.MmaConfig | configs.WmmaConfig) -> float:

@@ -156,3 +156,63 @@ class Conv2dProblem:
         if self.precision != "fp32":
             text += f", {self.precision}"
         return text
+
+
+@dataclass(frozen=True)
+class Conv2dPair:
+    """Two convolutions in a row: any one with a ReLU behind it, and a 1×1 on what that gives.
+
+    Args:
+        first: the convolution that reads the input.
+        K: output channels of the second.
+
+    Raises:
+        ValueError: `K` is less than one.
+    """
+
+    first: Conv2dProblem
+    K: int
+
+    def __post_init__(self) -> None:
+        _ = self.second  # checks K
+
+    @property
+    def second(self) -> Conv2dProblem:
+        """The 1×1 convolution."""
+        first = self.first
+        return Conv2dProblem(N=first.N, H=first.P, W=first.Q, C=first.K, K=self.K, R=1, S=1, precision=first.precision)
+
+    @property
+    def parts(self) -> tuple[Conv2dProblem, Conv2dProblem]:
+        return self.first, self.second
+
+    @property
+    def N(self) -> int:  # noqa: N802
+        return self.first.N
+
+    @property
+    def precision(self) -> str:
+        return self.first.precision
+
+    @property
+    def output_shape(self) -> tuple[int, int, int, int]:
+        return self.second.output_shape
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of both."""
+        return self.first.flops + self.second.flops
+
+    @property
+    def bytes(self) -> int:
+        """The fewest bytes to move, where what is between the two is never stored."""
+        between = self.first.gemm_m * self.first.K * self.first.arithmetic.element_size
+        return self.first.bytes + self.second.bytes - 2 * between
+
+    def __str__(self) -> str:
+        precision = "" if self.precision == "fp32" else f", {self.precision}"
+        return f"{str(self.first).removesuffix(precision)}; → {self.K}, 1×1{precision}"
+
+
+Problem = Conv2dProblem | Conv2dPair
+"""What a table of measured choices knows an answer to."""

@@ -27,7 +27,7 @@ from typing import Any, Self
 from .. import environment
 from ..jit import sources_digest
 from .configs import Config
-from .problem import Conv2dProblem
+from .problem import Conv2dPair, Conv2dProblem, Problem
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ FORMAT = 1
 CHECK_SECONDS = 1.0
 """How long a table is used before its file is looked at again."""
 
-Key = tuple[Conv2dProblem, bool]
-"""A problem, and whether kernels that spread a NaN further than they should took part."""
+Key = tuple[Problem, bool]
+"""A convolution or a pair of them, and whether kernels that spread a NaN further than they should took part."""
 
 SAME_PROCESSOR = (frozenset({"NVIDIA H100", "NVIDIA H200", "NVIDIA GH200"}),)
 """Families that differ in their memory alone: what is fastest on one is a good choice on the others."""
@@ -49,16 +49,17 @@ class Entry:
     """The fastest of the configurations that were timed on one problem.
 
     Args:
-        problem: the convolution; its epilogue, bias and ReLU and perhaps a residual, makes no difference.
+        problem: the convolution, or two in a row that one kernel may compute; its epilogue, bias and ReLU and perhaps
+            a residual, makes no difference.
         spread_nan: as in `heuristics.choose`: what was allowed when it was timed.
-        variant: name of the fastest kernel.
+        variant: name of the fastest kernel; `back_to_back_choice.APART` for two that are faster one by one.
         config: the fields of its configuration.
         microseconds: median time.
         next_microseconds: of the second fastest, None where there was only one.
         candidates: how many configurations were timed.
     """
 
-    problem: Conv2dProblem
+    problem: Problem
     spread_nan: bool
     variant: str
     config: Mapping[str, int | str | bool]
@@ -78,10 +79,15 @@ class Entry:
         return next((candidate for candidate in candidates if _has(candidate, self.config)), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the entry as it is written to JSON; fields of the problem that have their default are left out."""
+        """Returns the entry as it is written to JSON; fields of the problem that have their default are left out.
+
+        Of two convolutions ``problem`` is the first, and has the second as ``then``.
+        """
+        first = _first(self.problem)
         defaults = {f.name: f.default for f in fields(Conv2dProblem)}
-        values = asdict(self.problem)
-        problem = {name: value for name, value in values.items() if value != defaults[name]}
+        problem = {name: value for name, value in asdict(first).items() if value != defaults[name]}
+        if isinstance(self.problem, Conv2dPair):
+            problem["then"] = {"K": self.problem.K}
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"problem": problem, "config": dict(self.config)}
 
     @classmethod
@@ -92,7 +98,11 @@ class Entry:
             TypeError, ValueError: fields that are missing, unknown or of a wrong type.
         """
         following = values.get("next_microseconds")
-        entry = cls(**{**values, "problem": Conv2dProblem(**values.get("problem", {})), "next_microseconds": following})
+        of_first = dict(values.get("problem", {}))
+        then = of_first.pop("then", None)
+        first = Conv2dProblem(**of_first)
+        problem = first if then is None else Conv2dPair(first, **then)
+        entry = cls(**{**values, "problem": problem, "next_microseconds": following})
         numbers = [entry.microseconds, entry.candidates, *([] if following is None else [following])]
         if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
             raise ValueError(f"times and counts must be numbers from 0, got {numbers}")
@@ -101,6 +111,16 @@ class Entry:
         if not isinstance(entry.spread_nan, bool):
             raise TypeError(f"spread_nan must be true or false, got {entry.spread_nan!r}")
         return entry
+
+
+def _first(problem: Problem) -> Conv2dProblem:
+    return problem.first if isinstance(problem, Conv2dPair) else problem
+
+
+def _place(entry: Entry) -> tuple[Any, ...]:
+    """By which entries are sorted: a pair comes behind the first of its convolutions."""
+    after = entry.problem.K if isinstance(entry.problem, Conv2dPair) else 0
+    return *astuple(_first(entry.problem)), after, entry.spread_nan
 
 
 def config_fields(config: Config) -> dict[str, Any]:
@@ -134,7 +154,7 @@ class Table:
 
     def dump(self) -> bytes:
         """Returns the content of the table's file: JSON, an entry a line, always in the same order."""
-        ordered = sorted(self.entries.values(), key=lambda entry: (astuple(entry.problem), entry.spread_nan))
+        ordered = sorted(self.entries.values(), key=_place)
         lines = ",".join(f"\n  {json.dumps(entry.as_dict())}" for entry in ordered)
         head = {"format": FORMAT, "gpu": self.gpu, "sources_digest": self.sources_digest}
         start = "".join(f' "{name}": {json.dumps(value)},\n' for name, value in head.items())
@@ -176,8 +196,8 @@ class Lookup:
     own: Mapping[Key, Entry]
     shipped: Sequence[Table]
 
-    def found(self, problem: Conv2dProblem, spread_nan: bool) -> Iterator[tuple[Entry, str]]:
-        """Yields entries for a problem, the most trustworthy first, each with the reason to follow it.
+    def found(self, problem: Problem, spread_nan: bool) -> Iterator[tuple[Entry, str]]:
+        """Yields entries for a convolution or a pair, the most trustworthy first, each with the reason to follow it.
 
         Where kernels that spread a NaN are not allowed, an entry for which they took part comes second: if one that
         does not spread it won, it is the fastest without them, too. Whoever asks must check that.

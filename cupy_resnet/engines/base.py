@@ -107,6 +107,56 @@ class Ops(Protocol):
             (N, P, Q, K) activations.
         """
 
+    def fuses_back_to_back(
+        self,
+        x_shape: tuple[int, ...],
+        weight_shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        *,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+    ) -> bool:
+        """Tells whether `conv2d_back_to_back` is one kernel for arrays of these shapes, or two convolutions.
+
+        A graph that has something to do between the two, or would rather have it done there, asks first.
+
+        Args:
+            x_shape: (N, H, W, C).
+            weight_shapes: (K, R, S, C/groups), and (K of the second, 1, 1, K).
+            stride, padding, dilation, groups: of the first.
+        """
+
+    def conv2d_back_to_back(
+        self,
+        x: Array,
+        weights: tuple[Any, Any],
+        biases: tuple[Array | None, Array | None] = (None, None),
+        *,
+        residual: Array,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        relu: bool = False,
+        overwrite_residual: bool = False,
+    ) -> Array:
+        """Two convolutions in a row, the second 1×1: ``relu(conv1x1(relu(conv(x) + bias)) + bias + residual)``.
+
+        What is between them is rounded to what activations are stored as, whether it is ever stored or not.
+
+        Args:
+            x: (N, H, W, C) activations.
+            weights: of both, as for `conv2d`: (K, R, S, C/groups), and (K of the second, 1, 1, K).
+            biases: of both, float32 or None.
+            residual: (N, P, Q, K of the second) activations, added before the last ReLU.
+            stride, padding, dilation, groups: of the first, which always ends with ReLU.
+            relu, overwrite_residual: as for `conv2d`, of the second.
+
+        Returns:
+            (N, P, Q, K of the second) activations.
+        """
+
     def stem(
         self,
         x: Array,
@@ -195,3 +245,19 @@ def stem_by_parts(
     """`Ops.stem` as the operations that it consists of."""
     y = ops.conv2d(ops.pixels(x, mean, std), weight, bias, stride=2, padding=3, relu=True)
     return ops.max_pool2d(y, 3, stride=2, padding=1, out=out)
+
+
+def back_to_back_by_parts(
+    ops: Ops,
+    x: Array,
+    weights: tuple[Any, Any],
+    biases: tuple[Array | None, Array | None],
+    *,
+    residual: Array,
+    relu: bool,
+    overwrite_residual: bool,
+    **geometry: Any,
+) -> Array:
+    """`Ops.conv2d_back_to_back` as the convolutions that it consists of."""
+    y = ops.conv2d(x, weights[0], biases[0], relu=True, **geometry)
+    return ops.conv2d(y, weights[1], biases[1], residual=residual, relu=relu, overwrite_residual=overwrite_residual)

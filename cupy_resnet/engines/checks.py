@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..conv2d.problem import Conv2dProblem
+from ..conv2d.problem import Conv2dPair, Conv2dProblem
 from .base import Pair, pair
 
 Shape = tuple[int, ...]
@@ -106,6 +106,66 @@ def conv2d_problem(
             f"has {problem.output_shape}"
         )
     return problem
+
+
+def conv2d_back_to_back(
+    x: Any,
+    weights: tuple[Any, Any],
+    biases: tuple[Any, Any] = (None, None),
+    *,
+    residual: Any = None,
+    precision: str = "fp32",
+    **geometry: Any,
+) -> Conv2dPair:
+    """Describes two convolutions in a row by some arrays; errors as for `conv2d` and `conv2d_pair`."""
+    pair = conv2d_pair(tuple(x.shape), (tuple(weights[0].shape), tuple(weights[1].shape)), precision, **geometry)
+    conv2d(x, weights[0], biases[0], precision=precision, **geometry)
+    between = pair.first.output_shape
+    conv2d_problem(
+        between,
+        tuple(weights[1].shape),
+        residual_shape=_shape(residual),
+        bias_shape=_shape(biases[1]),
+        precision=precision,
+    )
+    return pair
+
+
+@lru_cache(maxsize=4096)
+def conv2d_pair(
+    x_shape: Shape,
+    weight_shapes: tuple[Shape, Shape],
+    precision: str,
+    *,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+) -> Conv2dPair:
+    """Describes two convolutions in a row by the shapes of their tensors.
+
+    Args:
+        x_shape: (N, H, W, C).
+        weight_shapes: (K, R, S, C/groups), and (K of the second, 1, 1, K).
+        precision: the engine's.
+        stride, padding, dilation, groups: of the first.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or a second filter that is not 1×1.
+    """
+    first = conv2d_problem(
+        x_shape,
+        weight_shapes[0],
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        precision=precision,
+    )
+    conv2d_problem(first.output_shape, weight_shapes[1], precision=precision)
+    if weight_shapes[1][1:3] != (1, 1):
+        raise ValueError(f"conv2d_back_to_back: the second filter {weight_shapes[1]} must be 1×1 (K, 1, 1, C)")
+    return Conv2dPair(first, weight_shapes[1][0])
 
 
 def stem(x: Any, weight: Any, bias: Any) -> Shape:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 
 from . import checks
-from .base import Pair, stem_by_parts
+from .base import Ops, Pair, back_to_back_by_parts, stem_by_parts
 from .bfloat16 import from_bfloat16
 from .numpy_windows import blocks, im2col, pad, taps
 
@@ -136,6 +136,47 @@ class NumpyEngine:
             if relu:
                 np.maximum(block, 0, out=block)
         return y
+
+    def fuses_back_to_back(
+        self,
+        x_shape: tuple[int, ...],
+        weight_shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        *,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+    ) -> bool:
+        """False: they are always two."""
+        return False
+
+    def conv2d_back_to_back(
+        self,
+        x: np.ndarray,
+        weights: tuple[np.ndarray, np.ndarray],
+        biases: tuple[np.ndarray | None, np.ndarray | None] = (None, None),
+        *,
+        residual: np.ndarray,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        relu: bool = False,
+        overwrite_residual: bool = False,
+    ) -> np.ndarray:
+        """(N, H, W, C), (K, R, S, C/groups) and (K of the second, 1, 1, K) to (N, P, Q, K of the second)."""
+        geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        checks.conv2d_back_to_back(x, weights, biases, residual=residual, **geometry)
+        return back_to_back_by_parts(
+            cast(Ops, self),
+            x,
+            weights,
+            biases,
+            residual=residual,
+            relu=relu,
+            overwrite_residual=overwrite_residual,
+            **geometry,
+        )
 
     def stem(
         self,

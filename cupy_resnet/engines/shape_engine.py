@@ -1,15 +1,15 @@
 """An engine that carries only shapes and records what would run: the basis of ``explain()``. Computes nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from ..conv2d.precision import PRECISIONS
-from ..conv2d.problem import Conv2dProblem
+from ..conv2d.problem import Conv2dPair, Conv2dProblem
 from . import checks
-from .base import Pair, stem_by_parts
+from .base import Ops, Pair, back_to_back_by_parts, stem_by_parts
 from .linear_problem import linear_problem
 
 FLOAT32 = np.dtype(np.float32)
@@ -42,11 +42,12 @@ class OpRecord:
 
     Args:
         op: name in `base.Ops`.
-        layer: parameter key prefix of the weights it uses, or None.
+        layer: parameter key prefix of the weights it uses, or None; both where there are two.
         output_shape: of its result.
         flops: floating-point operations, a multiply-add counted as two.
         nbytes: the fewest bytes to move: every input and the output once.
         problem: for a convolution or a fused stem, its description.
+        pair: for two convolutions in one, their description.
         epilogue: what is fused behind a convolution, of ``"bias"``, ``"residual"``, ``"relu"``, ``"max_pool2d"``.
         as_conv2d: for ``linear`` on many images, the convolution that computes it on a GPU, by any kernel.
     """
@@ -57,6 +58,7 @@ class OpRecord:
     flops: int
     nbytes: int
     problem: Conv2dProblem | None = None
+    pair: Conv2dPair | None = None
     epilogue: tuple[str, ...] = ()
     as_conv2d: Conv2dProblem | None = None
 
@@ -69,14 +71,22 @@ class ShapeEngine:
     Args:
         precision: a key of `conv2d.precision.PRECISIONS`.
         fused_stem: whether `stem` is recorded as the one kernel that it may be, or as its parts.
+        fuses_pair: says of which convolutions in a row the same is true; by default of none.
     """
 
     name = "shapes"
 
-    def __init__(self, precision: str = "fp32", *, fused_stem: bool = False) -> None:
+    def __init__(
+        self,
+        precision: str = "fp32",
+        *,
+        fused_stem: bool = False,
+        fuses_pair: Callable[[Conv2dPair], bool] = lambda pair: False,
+    ) -> None:
         self.precision = precision
         self.arithmetic = PRECISIONS[precision]
         self.fused_stem = fused_stem
+        self._fuses_pair = fuses_pair
         self.records: list[OpRecord] = []
 
     def asarray(self, x: Any) -> ShapeArray:
@@ -166,6 +176,64 @@ class ShapeEngine:
             )
         )
         return ShapeArray(problem.output_shape, dtype=self.arithmetic.storage)
+
+    def fuses_back_to_back(
+        self,
+        x_shape: tuple[int, ...],
+        weight_shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        *,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+    ) -> bool:
+        """As it was told."""
+        geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        return self._fuses_pair(checks.conv2d_pair(x_shape, weight_shapes, self.precision, **geometry))
+
+    def conv2d_back_to_back(
+        self,
+        x: ShapeArray,
+        weights: tuple[ShapeArray, ShapeArray],
+        biases: tuple[ShapeArray | None, ShapeArray | None] = (None, None),
+        *,
+        residual: ShapeArray,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        relu: bool = False,
+        overwrite_residual: bool = False,
+    ) -> ShapeArray:
+        """(N, H, W, C), (K, R, S, C/groups) and (K of the second, 1, 1, K) to (N, P, Q, K of the second)."""
+        geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        pair = checks.conv2d_back_to_back(x, weights, biases, residual=residual, precision=self.precision, **geometry)
+        if not self.fuses_back_to_back(x.shape, (weights[0].shape, weights[1].shape), **geometry):
+            return back_to_back_by_parts(
+                cast(Ops, self),
+                x,
+                weights,
+                biases,
+                residual=residual,
+                relu=relu,
+                overwrite_residual=overwrite_residual,
+                **geometry,
+            )
+        fused = {"bias": biases[1] is not None, "residual": True, "relu": relu}
+        epilogue = tuple(name for name, present in fused.items() if present)
+        between = (1 + (biases[0] is not None)) * _size(pair.first.output_shape)
+        self.records.append(
+            OpRecord(
+                op="conv2d_back_to_back",
+                layer=" + ".join(weight.layer for weight in weights if weight.layer is not None) or None,
+                output_shape=pair.output_shape,
+                flops=pair.flops + between + len(epilogue) * _size(pair.output_shape),
+                nbytes=pair.bytes + _nbytes(*biases, residual),
+                pair=pair,
+                epilogue=epilogue,
+            )
+        )
+        return ShapeArray(pair.output_shape, dtype=self.arithmetic.storage)
 
     def stem(
         self,

@@ -1,4 +1,4 @@
-"""Layers as records, and the one function that decides whether a convolution and what follows it run fused.
+"""Layers as records, and the functions that decide whether a convolution and what follows it run fused.
 
 A layer first describes itself: its torchvision parameter key and its sizes, with no weights. *Binding* (see
 `cupy_resnet.binding`) returns the same record with an engine's arrays in it. Records are frozen: a bound network can
@@ -145,3 +145,56 @@ def conv_bn(
     if residual is not None:
         y = ops.add(y, residual)
     return ops.relu(y) if relu else y
+
+
+def fuses_back_to_back(ops: "Ops", x: "Array", first: Conv2d, second: Conv2d) -> bool:
+    """Whether two convolutions in a row are one kernel on this engine: `conv_bn_back_to_back` is then for them.
+
+    Args:
+        ops: the engine.
+        x: (N, H, W, C) as `first` gets it.
+        first: a bound layer, with a ReLU behind it.
+        second: likewise; a 1×1 convolution without stride or groups.
+    """
+    if first.batch_norm is not None or second.batch_norm is not None:
+        return False
+    return ops.fuses_back_to_back(
+        x.shape,
+        (first.krsc_shape, second.krsc_shape),
+        stride=first.stride,
+        padding=first.padding,
+        groups=first.groups,
+    )
+
+
+def conv_bn_back_to_back(
+    ops: "Ops",
+    x: "Array",
+    first: Conv2d,
+    second: Conv2d,
+    *,
+    residual: "Array",
+    relu: bool = False,
+    overwrite_residual: bool = False,
+) -> "Array":
+    """Two convolutions with BatchNorm folded, in one call: ``relu(second(relu(first(x))) + residual)``.
+
+    Args:
+        ops, x, first, second: as for `fuses_back_to_back`.
+        residual: (N, P, Q, K).
+        relu, overwrite_residual: as for `conv_bn`, of the second.
+
+    Returns:
+        (N, P, Q, K).
+    """
+    return ops.conv2d_back_to_back(
+        x,
+        (first.weight, second.weight),
+        (first.bias, second.bias),
+        stride=first.stride,
+        padding=first.padding,
+        groups=first.groups,
+        residual=residual,
+        relu=relu,
+        overwrite_residual=overwrite_residual,
+    )

@@ -8,7 +8,7 @@ Bottlenecks are v1.5: a stage's stride sits on its first 3×3 convolution, not o
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .layers import BatchNorm2d, Conv2d, Linear, conv_bn
+from .layers import BatchNorm2d, Conv2d, Linear, conv_bn, conv_bn_back_to_back, fuses_back_to_back
 from .network import Block, Network
 
 if TYPE_CHECKING:
@@ -41,11 +41,19 @@ class Bottleneck(Block):
 
     def __call__(self, ops: "Ops", x: "Array", *, overwrite: bool = False) -> "Array":
         y = conv_bn(ops, x, self.conv1, relu=True)
+        overwrite = overwrite or self.downsample is not None
+        if fuses_back_to_back(ops, y, self.conv2, self.conv3):
+            identity = self._identity(ops, x)
+            return conv_bn_back_to_back(
+                ops, y, self.conv2, self.conv3, residual=identity, relu=True, overwrite_residual=overwrite
+            )
         y = conv_bn(ops, y, self.conv2, relu=True)
         # Only now: a shortcut is large, and conv1's output is not needed any more.
-        identity = x if self.downsample is None else conv_bn(ops, x, self.downsample)
-        overwrite = overwrite or identity is not x
+        identity = self._identity(ops, x)
         return conv_bn(ops, y, self.conv3, residual=identity, relu=True, overwrite_residual=overwrite)
+
+    def _identity(self, ops: "Ops", x: "Array") -> "Array":
+        return x if self.downsample is None else conv_bn(ops, x, self.downsample)
 
 
 @dataclass(frozen=True)

@@ -21,33 +21,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from .. import jit
-from ..conv2d import VARIANTS, Device
+from ..conv2d import VARIANTS, Device, back_to_back
 from ..conv2d.scratch import new_counters, scratch
-from ..conv2d.variants import Filter, Operands
 from ..errors import CompileError
-from .workloads import Candidate, Workload
+from .operands import LAUNCHES, PERIOD, as_float32, launch, make_operands
+from .workloads import Apart, Candidate, Workload
 
 if TYPE_CHECKING:
     import cupy
 
-LAUNCHES = 20
-"""Launches per sample of a short kernel."""
-
 SAMPLE_MICROSECONDS = 500.0
 """A sample of a long kernel has fewer launches, so that it takes about as long, but two at least."""
-
-L2_MARGIN = 1.5
-"""How many times the size of the L2 cache operands must have altogether to be pushed out of it in turn."""
-
-SHARE_OF_MEMORY = 0.5
-"""Of the free memory, what one convolution's operands may take."""
 
 TOLERANCES = {"fp32": 1e-4, "fp32-tc": 1e-4, "tf32": 2e-3, "fp16": 4e-3, "bf16": 3e-2}
 """By how much two candidates' outputs may differ, relative to the largest output: rounding of the result and of a sum
 in another order, not of a tile that is wrong."""
-
-PERIOD = 1_000_003
-"""Numbers drawn for operands, which repeat them; prime, so that no two channels, pixels or filters are alike."""
 
 CHUNK = 1 << 24
 """Elements compared at once."""
@@ -130,12 +118,12 @@ class GpuRace:
         self._workload, self._stream = workload, stream
         self._normal, self._cold_l2 = bench.normal, bench.cold_l2
         self._graphs: dict[Candidate, Any] = {}
-        self._operands: list[Operands] = []
+        self._operands: list[Any] = []
         self._launches = LAUNCHES
 
     def prepare(self, candidates: Sequence[Candidate]) -> None:
         """Makes operands, checks every candidate's output against the first finite one, and captures its launches."""
-        self._operands = self._make_operands()
+        self._operands = make_operands(self._workload, self._normal, cold_l2=self._cold_l2)
         tolerance = TOLERANCES[self._workload.problem.precision]
         reference = None
         for candidate in candidates:
@@ -172,40 +160,6 @@ class GpuRace:
         self._graphs.clear()
         self._operands.clear()
 
-    def _make_operands(self) -> list[Operands]:
-        """Returns the operands of `LAUNCHES` launches; those that need not differ are the same arrays."""
-        import cupy
-
-        problem, residual = self._workload.problem, self._workload.residual
-        shapes = problem.input_shape, problem.filter_shape, problem.output_shape
-        input_bytes, filter_bytes, output_bytes = (problem.arithmetic.element_size * math.prod(s) for s in shapes)
-        activations = input_bytes + (1 + residual) * output_bytes
-        l2 = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["l2CacheSize"]
-        filters = _copies(filter_bytes, l2)
-        sets = _copies(activations, l2) if self._cold_l2 else 1
-        needed = filters * filter_bytes + sets * activations + 2 * output_bytes  # those that are compared
-        free = cupy.cuda.runtime.memGetInfo()[0]
-        if needed > SHARE_OF_MEMORY * free:
-            raise MemoryError(f"operands take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
-        normal = cupy.asarray(self._normal)
-        stored = _stored(normal, problem.precision)
-        scaled = _stored(normal / np.float32(np.sqrt(problem.gemm_k)), problem.precision)  # outputs are near 1, too
-        bias = _repeat(normal, (problem.K,), 7)
-        weights = [Filter(_repeat(scaled, problem.filter_shape, 1009 * n)) for n in range(filters)]
-        made = [
-            (
-                _repeat(stored, problem.input_shape, 2003 * n),
-                _repeat(stored, problem.output_shape, 3001 * n) if residual else None,
-                cupy.empty(problem.output_shape, stored.dtype),
-            )
-            for n in range(sets)
-        ]
-        operands = []
-        for launch in range(LAUNCHES):
-            x, added, y = made[launch % sets]
-            operands.append(Operands(x, weights[launch % filters], bias, added, y, relu=True))
-        return operands
-
     def _run(self, candidate: Candidate) -> "cupy.ndarray":
         """Runs a candidate once on each of the operands; returns the first output.
 
@@ -215,14 +169,11 @@ class GpuRace:
         first = self._operands[0].y
         # All bits set are NaN in every format.
         first.data.memset_async(0xFF, first.nbytes, self._stream)
-        self._launch(candidate, self._operands[0])
+        launch(self._workload.problem, candidate, self._operands[0])
         output = first.copy()
         for operands in self._operands[1:]:
-            self._launch(candidate, operands)
+            launch(self._workload.problem, candidate, operands)
         return output
-
-    def _launch(self, candidate: Candidate, operands: Operands) -> None:
-        VARIANTS[candidate.variant].launch(self._workload.problem, operands, candidate.config)
 
     def _suitable_launches(self, candidate: Candidate) -> int:
         import cupy
@@ -230,7 +181,7 @@ class GpuRace:
         start, stop = cupy.cuda.Event(), cupy.cuda.Event()
         start.record(self._stream)
         for operands in self._operands[:4]:
-            self._launch(candidate, operands)
+            launch(self._workload.problem, candidate, operands)
         stop.record(self._stream)
         stop.synchronize()
         one = 1000 * float(cupy.cuda.get_elapsed_time(start, stop)) / 4
@@ -241,7 +192,7 @@ class GpuRace:
         try:
             with jit.overlapping():  # as in a plan
                 for operands in self._operands[: self._launches]:
-                    self._launch(candidate, operands)
+                    launch(self._workload.problem, candidate, operands)
         finally:
             graph = self._stream.end_capture()
         return graph
@@ -254,7 +205,7 @@ class GpuRace:
         flat, expected = output.reshape(-1), reference.reshape(-1)
         worst, largest = cupy.zeros((), cupy.float32), cupy.zeros((), cupy.float32)
         for begin in range(0, flat.size, CHUNK):
-            a, b = (_as_float32(part[begin : begin + CHUNK], precision) for part in (flat, expected))
+            a, b = (as_float32(part[begin : begin + CHUNK], precision) for part in (flat, expected))
             difference = cupy.abs(a - b)
             worst = cupy.maximum(worst, cupy.where(cupy.isnan(difference), np.float32(np.inf), difference).max())
             largest = cupy.maximum(largest, cupy.abs(b).max())
@@ -265,8 +216,7 @@ def compile_all(candidates: Sequence[Candidate], device_id: int) -> None:
     """Compiles what the candidates launch, several kernels at a time; errors show when they are launched."""
     forms: dict[tuple[Any, ...], tuple[str, dict[str, int | str]]] = {}
     for candidate in candidates:
-        defines = candidate.config.defines()
-        for source in VARIANTS[candidate.variant].sources_of(candidate.config):
+        for source, defines in _sources(candidate):
             forms[source, *defines.items()] = (source, defines)
 
     def compile_form(form: tuple[str, dict[str, int | str]]) -> None:
@@ -277,39 +227,13 @@ def compile_all(candidates: Sequence[Candidate], device_id: int) -> None:
         list(pool.map(compile_form, forms.values()))
 
 
-def _copies(nbytes: int, l2: int) -> int:
-    """Of how many operands of a size, read in turn, none is still in the L2 cache; or `LAUNCHES`, if that is less."""
-    return max(1, min(LAUNCHES, 1 + int(L2_MARGIN * l2 / max(nbytes, 1))))
-
-
-def _repeat(values: "cupy.ndarray", shape: tuple[int, ...], start: int) -> "cupy.ndarray":
-    """Returns an array of `shape` filled with `values` over and over, beginning with the one at `start`."""
-    import cupy
-
-    out = cupy.empty(math.prod(shape), values.dtype)
-    filled = 0
-    while filled < out.size:
-        part = values[start % values.size :][: out.size - filled]
-        out[filled : filled + part.size] = part
-        filled, start = filled + part.size, 0
-    return out.reshape(shape)
-
-
-def _stored(values: "cupy.ndarray", precision: str) -> "cupy.ndarray":
-    """float32 as a precision stores it; bfloat16, rounded to nearest even, as its bits."""
-    import cupy
-
-    from ..conv2d import PRECISIONS
-
-    if precision != "bf16":
-        return values.astype(PRECISIONS[precision].storage)
-    bits = values.view(cupy.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(cupy.uint16)
-
-
-def _as_float32(values: "cupy.ndarray", precision: str) -> "cupy.ndarray":
-    import cupy
-
-    if precision != "bf16":
-        return values.astype(cupy.float32, copy=False)
-    return (values.astype(cupy.uint32) << np.uint32(16)).view(cupy.float32)
+def _sources(candidate: Candidate) -> Iterator[tuple[str, dict[str, int | str]]]:
+    """Yields the kernel files that a candidate launches, without suffix, each with its ``#define``s."""
+    if isinstance(candidate, Apart):
+        yield from _sources(candidate.first)
+        yield from _sources(candidate.second)
+    elif candidate.variant == back_to_back.name:
+        yield back_to_back.name, candidate.config.defines()
+    else:
+        for source in VARIANTS[candidate.variant].sources_of(candidate.config):
+            yield source, candidate.config.defines()

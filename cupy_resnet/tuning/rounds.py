@@ -1,17 +1,21 @@
-"""Goes through a network's convolutions, the heaviest first, and finds the fastest configuration of each."""
+"""Goes through a network's convolutions, the heaviest first, and finds the fastest configuration of each.
+
+Then through the pairs of them that may be one kernel: each races the two that were the fastest by themselves.
+"""
 
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..conv2d import Conv2dProblem, Device, choose
-from ..conv2d.cost_model import cost
+from ..conv2d import Conv2dPair, Device, back_to_back, choose
+from ..conv2d.back_to_back_choice import choose_back_to_back
+from ..conv2d.problem import Problem
 from ..conv2d.tuned import Entry, config_fields
 from ..errors import UnsupportedProblemError
 from .bench import Bench
 from .contest import Standing, contest
-from .workloads import Candidate, Workload, candidates
+from .workloads import Candidate, Workload, candidates, expected
 
 logger = logging.getLogger(__name__)
 
@@ -20,14 +24,14 @@ BUDGET_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Result:
-    """What was found for one convolution.
+    """What was found for one convolution, or for one pair.
 
     Args:
         workload: the convolution.
         spread_nan: whether kernels that spread a NaN took part.
         standings: all that were timed, the fastest first; medians in microseconds.
         rejected: those whose output was wrong or that could not be run, and why.
-        model: what the cost model would have chosen.
+        model: what the cost model would have chosen; for a pair the model's two are those that are the fastest.
     """
 
     workload: Workload
@@ -108,7 +112,7 @@ def tune(
         found: called with each result as soon as it is there.
         clock: seconds that pass.
     """
-    first: dict[Conv2dProblem, Workload] = {}
+    first: dict[Problem, Workload] = {}
     for workload in workloads:
         first.setdefault(workload.problem, workload)
     distinct = list(first.values())
@@ -119,14 +123,21 @@ def tune(
             entrants[workload] = candidates(workload.problem, bench.device, spread_nan=spread_nan)
         except UnsupportedProblemError as error:
             skipped[workload] = str(error)
-    results: dict[Conv2dProblem, Result] = {}
+    results: dict[Problem, Result] = {}
     spent = 0.0
-    for done, workload in enumerate(sorted(entrants, key=lambda w: -_weight(w, entrants[w][0], bench.device))):
+
+    def turn(workload: Workload) -> tuple[bool, float]:
+        return isinstance(workload.problem, Conv2dPair), -_weight(workload, entrants[workload][0], bench.device)
+
+    for done, workload in enumerate(sorted(entrants, key=turn)):
         if progress is not None:
             progress(done, len(entrants), workload)
         if spent >= budget_s:
             skipped[workload] = f"the budget of {budget_s:g} s was spent"
             continue
+        if isinstance(workload.problem, Conv2dPair):
+            alone = {problem: result.best for problem, result in results.items()}
+            entrants[workload] = candidates(workload.problem, bench.device, spread_nan=spread_nan, fastest=alone)
         timer = _Timer(clock, (budget_s - spent) / (len(entrants) - done))
         try:
             result = _timed(workload, entrants[workload], bench, spread_nan, timer)
@@ -148,19 +159,29 @@ def _timed(
 
     Raises:
         MemoryError: there is no room for it.
-        _UntrustworthyError: more than half of the candidates are wrong, so perhaps rather the one they differ from.
+        _UntrustworthyError: more than half of the candidates are wrong, so perhaps rather the one they differ from. Of
+            a pair, that would be its two convolutions, which have proved themselves.
     """
-    choice = choose(workload.problem, bench.device, spread_nan=spread_nan, use_tables=False)
+    model = _by_model(workload.problem, entrants, bench.device, spread_nan)
     with bench.race(workload, entrants) as race:
         rejected = dict(race.rejected)
         for candidate, reason in rejected.items():
             logger.warning("%s: %s is not considered: %s", workload.problem, candidate, reason)
         runners = [candidate for candidate in entrants if candidate not in rejected]
-        if 2 * len(runners) < len(entrants):
+        if 2 * len(runners) < len(entrants) and not isinstance(workload.problem, Conv2dPair):
             raise _UntrustworthyError(f"only {len(runners)} of {len(entrants)} candidates agree")
         with timer:
             standings = contest(runners, race.sample, timer.over)
-    return Result(workload, spread_nan, tuple(standings), rejected, Candidate(choice.variant, choice.config))
+    return Result(workload, spread_nan, tuple(standings), rejected, model)
+
+
+def _by_model(problem: Problem, entrants: Sequence[Candidate], device: Device, spread_nan: bool) -> Candidate:
+    """Returns what would be chosen without tables."""
+    if isinstance(problem, Conv2dPair):
+        config = choose_back_to_back(problem, device, spread_nan=spread_nan, use_tables=False).config
+        return entrants[0] if config is None else Candidate(back_to_back.name, config)
+    choice = choose(problem, device, spread_nan=spread_nan, use_tables=False)
+    return Candidate(choice.variant, choice.config)
 
 
 class _UntrustworthyError(Exception):
@@ -186,4 +207,4 @@ class _Timer:
 
 def _weight(workload: Workload, promising: Candidate, device: Device) -> float:
     """What a convolution is expected to cost in all, in the unit of its arithmetic's cost model."""
-    return workload.count * cost(workload.problem, device, promising.config)
+    return workload.count * expected(workload.problem, device, promising)

@@ -197,7 +197,8 @@ def test_a_plan_takes_what_its_layout_says_and_workspaces(name: str, precision: 
     from cupy_resnet.arena import foresee, lay_out
 
     model = load(name, precision=precision)
-    _, lifetimes = foresee(runner_of(model).network, (32, 224, 224, 3), precision)
+    ops = runner_of(model).ops
+    _, lifetimes = foresee(runner_of(model).network, (32, 224, 224, 3), precision, ops.fuses_back_to_back)
     arena = max(offset + array.nbytes for offset, array in zip(lay_out(lifetimes), lifetimes, strict=True))
     x = images(32, 224)
     for given in (x, x.astype("float16"), x):  # two signatures, each captured with its front

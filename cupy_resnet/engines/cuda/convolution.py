@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from ... import jit
-from ...conv2d import VARIANTS, Conv2dProblem, choose
+from ...conv2d import VARIANTS, Conv2dPair, Conv2dProblem, choose
+from ...conv2d.back_to_back import BackToBackOperands, launch_back_to_back
+from ...conv2d.back_to_back_choice import BackToBackChoice, choose_back_to_back
 from ...conv2d.stem_choice import STEM_LAUNCHES, choose_stem
 from ...conv2d.variants import NULL, Filter, Operands
 from .. import checks
-from ..base import Ops, Pair, stem_by_parts
+from ..base import Ops, Pair, back_to_back_by_parts, stem_by_parts
 from ..linear_problem import linear_problem
 from . import forms
 from .arrays import THREADS
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Convolutions(Layouts):
-    """`conv2d`, `stem`, `linear`."""
+    """`conv2d`, `conv2d_back_to_back`, `stem`, `linear`."""
 
     kernel: str
     strict: bool
@@ -59,6 +61,72 @@ class Convolutions(Layouts):
                 operands = Operands(x, filter, bias, residual, y, relu)
                 VARIANTS[choice.variant].launch(problem, operands, choice.config)
             return y
+
+    def fuses_back_to_back(
+        self,
+        x_shape: tuple[int, ...],
+        weight_shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        *,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+    ) -> bool:
+        geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        pair = checks.conv2d_pair(x_shape, weight_shapes, self.precision, **geometry)
+        return self._back_to_back_choice(pair, self.device).config is not None
+
+    def conv2d_back_to_back(
+        self,
+        x: Any,
+        weights: tuple[Any, Any],
+        biases: tuple[Any, Any] = (None, None),
+        *,
+        residual: Any,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        relu: bool = False,
+        overwrite_residual: bool = False,
+    ) -> "cupy.ndarray":
+        geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        op = "conv2d_back_to_back"
+        x = self._activation(op, "x", x)
+        filters = self._filter(op, weights[0], x), self._filter(op, weights[1], x)
+        with x.device:
+            first, second = (None if bias is None else self._float32(op, "bias", bias, x) for bias in biases)
+            residual = self._activation(op, "residual", residual, x)
+            pair = checks.conv2d_back_to_back(
+                x,
+                (filters[0].weight, filters[1].weight),
+                (first, second),
+                residual=residual,
+                precision=self.precision,
+                **geometry,
+            )
+            config = self._back_to_back_choice(pair, x.device.id).config
+            if config is None:
+                return back_to_back_by_parts(
+                    cast(Ops, self),
+                    x,
+                    filters,
+                    (first, second),
+                    residual=residual,
+                    relu=relu,
+                    overwrite_residual=overwrite_residual,
+                    **geometry,
+                )
+            # As in `conv2d`: of the residual too, each element is read before it is overwritten.
+            y = self._output(op, pair.output_shape, residual if overwrite_residual else None)
+            operands = BackToBackOperands(x, filters, (first, second), residual, y, (True, relu))
+            launch_back_to_back(pair.first, pair.second, operands, config)
+            return y
+
+    def _back_to_back_choice(self, pair: Conv2dPair, device_id: int) -> BackToBackChoice:
+        if self.kernel != "auto":
+            return BackToBackChoice(None, f"{self.kernel} was asked for")
+        return choose_back_to_back(pair, describe_device(device_id), spread_nan=self.spread_nan)
 
     def stem_kernel(self, x_shape: tuple[int, ...], filter_shape: tuple[int, ...]) -> tuple[str | None, str]:
         """Returns the kernel that `stem` runs as, and where it runs as its parts, None and why.

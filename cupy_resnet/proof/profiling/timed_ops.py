@@ -10,7 +10,7 @@ from ..clock import Clock
 
 OPERATIONS = frozenset(
     name for name, value in vars(Ops).items() if callable(value) and not name.startswith("_")
-) - {"asarray", "upload", "to_numpy", "filter"}  # fmt: skip
+) - {"asarray", "upload", "to_numpy", "filter", "fuses_back_to_back"}  # fmt: skip
 """The names in `Ops` of what a forward pass is made of."""
 
 
