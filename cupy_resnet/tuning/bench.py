@@ -23,7 +23,7 @@ import numpy as np
 from .. import jit
 from ..conv2d import VARIANTS, Device
 from ..conv2d.scratch import new_counters, scratch
-from ..conv2d.variants import Filter, Operands
+from ..conv2d.variants import Filter, Operands, Shortcut
 from ..errors import CompileError
 from .workloads import Candidate, Workload
 
@@ -177,8 +177,12 @@ class GpuRace:
         import cupy
 
         problem, residual = self._workload.problem, self._workload.residual
-        shapes = problem.input_shape, problem.filter_shape, problem.output_shape
-        input_bytes, filter_bytes, output_bytes = (problem.arithmetic.element_size * math.prod(s) for s in shapes)
+
+        def nbytes(*shapes: tuple[int, ...]) -> int:
+            return problem.arithmetic.element_size * sum(map(math.prod, shapes))
+
+        input_bytes, output_bytes = nbytes(problem.input_shape, problem.shortcut_shape), nbytes(problem.output_shape)
+        filter_bytes = nbytes(problem.filter_shape, problem.shortcut_filter_shape)
         activations = input_bytes + (1 + residual) * output_bytes
         l2 = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["l2CacheSize"]
         filters = _copies(filter_bytes, l2)
@@ -189,12 +193,19 @@ class GpuRace:
             raise MemoryError(f"operands take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
         normal = cupy.asarray(self._normal)
         stored = _stored(normal, problem.precision)
-        scaled = _stored(normal / np.float32(np.sqrt(problem.gemm_k)), problem.precision)  # outputs are near 1, too
+        scaled = _stored(normal / np.float32(np.sqrt(problem.depth)), problem.precision)  # outputs are near 1, too
         bias = _repeat(normal, (problem.K,), 7)
-        weights = [Filter(_repeat(scaled, problem.filter_shape, 1009 * n)) for n in range(filters)]
+        weights = [
+            (
+                Filter(_repeat(scaled, problem.filter_shape, 1009 * n)),
+                Filter(_repeat(scaled, problem.shortcut_filter_shape, 4001 * n + 11)),
+            )
+            for n in range(filters)
+        ]
         made = [
             (
                 _repeat(stored, problem.input_shape, 2003 * n),
+                _repeat(stored, problem.shortcut_shape, 5003 * n + 13),
                 _repeat(stored, problem.output_shape, 3001 * n) if residual else None,
                 cupy.empty(problem.output_shape, stored.dtype),
             )
@@ -202,8 +213,9 @@ class GpuRace:
         ]
         operands = []
         for launch in range(LAUNCHES):
-            x, added, y = made[launch % sets]
-            operands.append(Operands(x, weights[launch % filters], bias, added, y, relu=True))
+            (filter, shortcut_filter), (x, x0, added, y) = weights[launch % filters], made[launch % sets]
+            shortcut = Shortcut(x0, shortcut_filter) if problem.shortcut_channels else None
+            operands.append(Operands(x, filter, bias, added, y, True, shortcut))
         return operands
 
     def _run(self, candidate: Candidate) -> "cupy.ndarray":
