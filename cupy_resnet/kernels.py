@@ -1,6 +1,6 @@
 """Every form in which a kernel file is compiled: what ``cupy-resnet kernels --compile`` and the tests go through."""
 
-from .conv2d import VARIANTS, stem, stem_wgmma
+from .conv2d import VARIANTS, back_to_back, stem, stem_wgmma
 from .engines.cuda_engine import SPECIALISATIONS
 
 
@@ -10,6 +10,8 @@ def configurations(source: str) -> list[dict[str, int | str]]:
     for module in (stem, stem_wgmma):
         if source == module.SOURCE:
             forms += module.configurations()
+    if source == back_to_back.name:
+        forms += [config.defines() for config in back_to_back.configurations()]
     for variant in VARIANTS.values():
         forms += [dict(c.defines()) for c in variant.configurations() if source in variant.sources_of(c)]
     return forms or [{}]

@@ -3,13 +3,15 @@
 // @arch sm_90a
 //
 // Equation   as conv2d_direct, one group; sums in fp32. The accelerator rounds TF32 operands to nearest on their way.
-// GEMM view  as conv2d_mma; a slice of the depth is 128 bytes of channels of one tap.
-// Layouts    x NHWC, filter KRSC, residual and y NPQK, all ELEMENT; bias K in fp32.
+//            With a shortcut, y = relu(conv(x, filter) + conv1x1(x0, its filter, stride) + bias): a ResNet block's end.
+// GEMM view  as conv2d_mma; a slice of the depth is 128 bytes of channels of one tap. The shortcut is more depth:
+//            [im2col(x) | x0 at every stride-th row and column] · [filter; its filter].
+// Layouts    x and x0 NHWC, filters KRSC, residual and y NPQK, all ELEMENT; bias K in fp32.
 // Grid       x: one block per multiprocessor, or fewer; tiles are taken in turn, filters fastest.
 //            Block 384 threads: a producer warpgroup, of which one thread works, and two consumers.
 // Shared     NUM_STAGES · (TILE_M + TILE_N) · 128 + 2 · BUFFERS · TILE_M · TILE_N · 2 bytes (without the latter for TF32),
 //            dynamic.
-// Requires   C a multiple of 128 bytes, K of 16 bytes.
+// Requires   C a multiple of 128 bytes, the shortcut's as well, K of 16 bytes.
 // This rung  against conv2d_mma: nobody computes addresses, nobody holds operands in registers. One thread asks for boxes of
 //            the input (in im2col mode the hardware itself walks the output's pixels and fills in the padding) and of the
 //            filter; an instruction of 128 threads multiplies them where they lie. The consumers take turns: while one
@@ -44,8 +46,13 @@ struct Barriers {
     unsigned long long residual[CONSUMERS][BUFFERS];         // the residual of a consumer's tile has come
 };
 
+// What is multiplied: an input in columns of output pixels, and a filter.
+struct Factors {
+    const TensorMap &pixels, &filters;
+};
+
 // Asks for all slices of the block's tiles, as stages become free. `residuals` is null where there are none.
-__device__ __forceinline__ void produce(const TensorMap& pixels, const TensorMap& filters, const TensorMap* residuals,
+__device__ __forceinline__ void produce(const Factors& factors, const Factors& shortcut, const TensorMap* residuals,
                                         Barriers& barriers, unsigned stages, const Conv2dParams& params, int tiles,
                                         int tiles_n) {
     Place place{0, 1};  // the phase before the first counts as complete: all stages are free
@@ -56,20 +63,26 @@ __device__ __forceinline__ void produce(const TensorMap& pixels, const TensorMap
         for (int box = 0; residuals && box < TILE_N / SLICE_CHANNELS; ++box) {
             prefetch_box(*residuals, n0 + box * SLICE_CHANNELS, tile / tiles_n * TILE_M);
         }
+        const auto fetch = [&](const Factors& of, int depth, int c, int w, int h, int s, int r) {
+            const unsigned full = shared_address(&barriers.full[place.stage]);
+            const unsigned stage = stages + place.stage * STAGE_BYTES;
+            barrier_wait(shared_address(&barriers.empty[place.stage]), place.parity);
+            barrier_arrive_expecting(full, STAGE_BYTES);
+            fetch_im2col(stage, of.pixels, full, c, w, h, first.n, s, r);
+            fetch_box(stage + PIXEL_BYTES, of.filters, full, depth, n0);
+            place.advance(1, NUM_STAGES);
+        };
         const int w = first.q * params.stride_w - params.pad_w, h = first.p * params.stride_h - params.pad_h;
         int depth = 0;
         for (int r = 0; r < params.R; ++r) {
             for (int s = 0; s < params.S; ++s) {
                 for (int c = 0; c < params.C; c += SLICE_CHANNELS, depth += SLICE_CHANNELS) {
-                    const unsigned full = shared_address(&barriers.full[place.stage]);
-                    const unsigned stage = stages + place.stage * STAGE_BYTES;
-                    barrier_wait(shared_address(&barriers.empty[place.stage]), place.parity);
-                    barrier_arrive_expecting(full, STAGE_BYTES);
-                    fetch_im2col(stage, pixels, full, c, w, h, first.n, s * params.dilation_w, r * params.dilation_h);
-                    fetch_box(stage + PIXEL_BYTES, filters, full, depth, n0);
-                    place.advance(1, NUM_STAGES);
+                    fetch(factors, depth, c, w, h, s * params.dilation_w, r * params.dilation_h);
                 }
             }
+        }
+        for (int c = 0; c < params.shortcut_channels; c += SLICE_CHANNELS) {
+            fetch(shortcut, c, c, first.q * params.shortcut_stride, first.p * params.shortcut_stride, 0, 0);
         }
     }
 }
@@ -112,6 +125,7 @@ __device__ __forceinline__ void* staged_pair(unsigned char* tile, int row, int k
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     conv2d_wgmma(const __grid_constant__ TensorMap pixels, const __grid_constant__ TensorMap filters,
+                 const __grid_constant__ TensorMap shortcut_pixels, const __grid_constant__ TensorMap shortcut_filters,
                  const __grid_constant__ TensorMap residuals, const __grid_constant__ TensorMap outputs,
                  const float* __restrict__ bias, const ELEMENT* residual, ELEMENT* y, const Conv2dParams params) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -130,14 +144,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
     const int tiles_n = (params.K + TILE_N - 1) / TILE_N, tiles = (params.gemm_m + TILE_M - 1) / TILE_M * tiles_n;
-    const int slices = params.R * params.S * (params.C / SLICE_CHANNELS);
+    const int slices = params.R * params.S * (params.C / SLICE_CHANNELS) + params.shortcut_channels / SLICE_CHANNELS;
     const unsigned stages = shared_address(shared);
 
     let_next_kernel_start();
     wait_for_earlier_kernels();
     if (warpgroup == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == 0) produce(pixels, filters, residual ? &residuals : nullptr, barriers, stages, params, tiles, tiles_n);
+        if (threadIdx.x == 0) {
+            produce({pixels, filters}, {shortcut_pixels, shortcut_filters}, residual ? &residuals : nullptr, barriers, stages,
+                    params, tiles, tiles_n);
+        }
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");

@@ -3,12 +3,12 @@
 // @arch sm_90a
 //
 // Equation   as conv2d_wgmma.
-// GEMM view  as conv2d_wgmma; the slices of the depth are dealt out in SPLIT_K_CLUSTER runs.
+// GEMM view  as conv2d_wgmma; the slices of the depth, those of the shortcut last, are dealt out in SPLIT_K_CLUSTER runs.
 // Layouts    as conv2d_wgmma.
 // Grid       x: tiles, filters fastest; z: SPLIT_K_CLUSTER runs of slices, a cluster.
 //            Block 288 threads: two consumer warpgroups and a producer warp, of which one thread works.
 // Shared     NUM_STAGES · (TILE_M + TILE_N) · 128 + 128 · TILE_N · 4 bytes, dynamic.
-// Requires   C a multiple of 128 bytes, K of 8; 2 · SPLIT_K_CLUSTER slices or more.
+// Requires   C a multiple of 128 bytes, the shortcut's as well, K of 8; 2 · SPLIT_K_CLUSTER slices or more.
 // This rung  against conv2d_wgmma: a block has a single tile, on which both consumers work at once: each on 64 of its 128
 //            rows, or, of 64 rows, each on every other slice. Their sums go straight from registers into the shared memory
 //            of the blocks of the cluster, each of which finishes a share of the rows. What does not depend on earlier
@@ -46,27 +46,39 @@ struct Barriers {
     unsigned long long received;                             // all partial sums of this block's rows have come
 };
 
+// What is multiplied: an input in columns of output pixels, and a filter.
+struct Factors {
+    const TensorMap &pixels, &filters;
+};
+
 // Asks for `slices` slices of the tile at (m0, n0) from slice `begin` on, as stages become free.
-__device__ __forceinline__ void produce(const TensorMap& pixels, const TensorMap& filters, Barriers& barriers, unsigned stages,
+__device__ __forceinline__ void produce(const Factors& factors, const Factors& shortcut, Barriers& barriers, unsigned stages,
                                         const Conv2dParams& params, int m0, int n0, int begin, int slices) {
     const auto full_of = [&](int stage) { return shared_address(&barriers.full[stage]); };
+    const int per_tap = params.C / SLICE_CHANNELS, of_taps = params.R * params.S * per_tap;
     const auto fetch_filters = [&](int slice, int stage) {
-        fetch_box(stages + stage * STAGE_BYTES + PIXEL_BYTES, filters, full_of(stage), (begin + slice) * SLICE_CHANNELS, n0);
+        const bool adding = begin + slice >= of_taps;
+        const int number = begin + slice - (adding ? of_taps : 0);
+        fetch_box(stages + stage * STAGE_BYTES + PIXEL_BYTES, adding ? shortcut.filters : factors.filters, full_of(stage),
+                  number * SLICE_CHANNELS, n0);
     };
     const OutputPixel first = output_pixel(params, m0);
     const int w = first.q * params.stride_w - params.pad_w, h = first.p * params.stride_h - params.pad_h;
-    const int per_tap = params.C / SLICE_CHANNELS;
-    int c = begin % per_tap * SLICE_CHANNELS, s = begin / per_tap % params.S, r = begin / per_tap / params.S;
+    // The shortcut comes after the last row of taps, as the only tap of one more.
+    const int tap = min(begin / per_tap, params.R * params.S);
+    int c = (begin - tap * per_tap) * SLICE_CHANNELS, s = tap % params.S, r = tap / params.S;
     const auto fetch_pixels = [&](int stage) {
-        fetch_im2col(stages + stage * STAGE_BYTES, pixels, full_of(stage), c, w, h, first.n, s * params.dilation_w,
-                     r * params.dilation_h);
+        const bool adding = r == params.R;
+        fetch_im2col(stages + stage * STAGE_BYTES, adding ? shortcut.pixels : factors.pixels, full_of(stage), c,
+                     adding ? first.q * params.shortcut_stride : w, adding ? first.p * params.shortcut_stride : h, first.n,
+                     s * params.dilation_w, adding ? 0 : r * params.dilation_h);
         c += SLICE_CHANNELS;
-        if (c == params.C) c = 0, ++s;
+        if (!adding && c == params.C) c = 0, ++s;
         if (s == params.S) s = 0, ++r;
     };
 
     const int early = min(slices, NUM_STAGES);
-    prefetch_map(pixels);
+    prefetch_map(factors.pixels);
     for (int slice = 0; slice < early; ++slice) {
         barrier_arrive_expecting(full_of(slice), STAGE_BYTES);
         fetch_filters(slice, slice);
@@ -129,7 +141,9 @@ __device__ __forceinline__ void send(const float (&sums)[TILE_N / 2], unsigned r
 
 extern "C" __global__ void __cluster_dims__(1, 1, SPLIT_K_CLUSTER) __launch_bounds__(THREADS, 1)
     conv2d_wgmma_split_k(const __grid_constant__ TensorMap pixels, const __grid_constant__ TensorMap filters,
-                         const float* __restrict__ bias, const ELEMENT* residual, ELEMENT* y, const Conv2dParams params) {
+                         const __grid_constant__ TensorMap shortcut_pixels,
+                         const __grid_constant__ TensorMap shortcut_filters, const float* __restrict__ bias, const ELEMENT* residual,
+                         ELEMENT* y, const Conv2dParams params) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ Barriers barriers;
     if (threadIdx.x == 0) {
@@ -145,7 +159,8 @@ extern "C" __global__ void __cluster_dims__(1, 1, SPLIT_K_CLUSTER) __launch_boun
     cluster_arrive_relaxed();
     const int tiles_n = (params.K + TILE_N - 1) / TILE_N;
     const int m0 = blockIdx.x / tiles_n * TILE_M, n0 = blockIdx.x % tiles_n * TILE_N, rank = blockIdx.z;
-    const int all_slices = params.R * params.S * (params.C / SLICE_CHANNELS);
+    const int all_slices =
+        params.R * params.S * (params.C / SLICE_CHANNELS) + params.shortcut_channels / SLICE_CHANNELS;
     const int begin = all_slices * rank / SPLIT_K_CLUSTER, slices = all_slices * (rank + 1) / SPLIT_K_CLUSTER - begin;
     const unsigned stages = shared_address(shared);
     unsigned char* const received = shared + NUM_STAGES * STAGE_BYTES;
@@ -153,7 +168,9 @@ extern "C" __global__ void __cluster_dims__(1, 1, SPLIT_K_CLUSTER) __launch_boun
     let_next_kernel_start();
     const int consumer = threadIdx.x / WARPGROUP;
     if (consumer == CONSUMERS) {
-        if (threadIdx.x == FINISHERS) produce(pixels, filters, barriers, stages, params, m0, n0, begin, slices);
+        if (threadIdx.x == FINISHERS) {
+            produce({pixels, filters}, {shortcut_pixels, shortcut_filters}, barriers, stages, params, m0, n0, begin, slices);
+        }
         __syncwarp();
         cluster_wait();
         return;

@@ -88,6 +88,7 @@ ARROWS = {
     "engines.cuda.pooling": {"jit"},
     "engines.cuda.prefetching": {"jit"},
     "conv2d": set(),
+    "conv2d.back_to_back": {"jit"},
     "conv2d.fp32_variants": {"jit"},
     "conv2d.tensor_core_variants": {"jit"},
     "conv2d.tensor_maps": {"errors"},

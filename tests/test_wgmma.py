@@ -40,6 +40,12 @@ TOO_FAR = "needs filters and padding up to 127 pixels wide"
         (replace(PLAIN, K=66), {4: "needs C a multiple of 32 and K of 4, not 64 and 66"}),
         (replace(PLAIN, K=8), {2: "", 4: ""}),
         (replace(PLAIN, C=4096, K=1000), {2: "", 4: ""}),
+        (replace(PLAIN, shortcut_channels=96), {2: "needs the shortcut's C a multiple of 64, not 96", 4: ""}),
+        (replace(PLAIN, shortcut_channels=64, shortcut_stride=8), {2: "", 4: ""}),
+        (
+            replace(PLAIN, shortcut_channels=64, shortcut_stride=9),
+            {2: "needs the shortcut's stride up to 8, not 9", 4: "needs the shortcut's stride up to 8, not 9"},
+        ),
         (replace(PLAIN, groups=2), {2: "needs groups 1, not 2", 4: "needs groups 1, not 2"}),
         (replace(ROOMY, stride_h=8, stride_w=8), {2: "", 4: ""}),
         (replace(ROOMY, stride_h=9), {2: "needs strides up to 8, not 9×1", 4: "needs strides up to 8, not 9×1"}),
@@ -139,14 +145,15 @@ def test_a_block_fits_an_h100(config: WgmmaConfig) -> None:
 
 # The launch ---------------------------------------------------------------------------------------------------------
 
-PARAMETERS = ["pixels", "filters", "residuals", "outputs", "bias", "residual", "y", "params"]
+FACTORS = ["pixels", "filters", "shortcut_pixels", "shortcut_filters"]
+PARAMETERS = [*FACTORS, "residuals", "outputs", "bias", "residual", "y", "params"]
 
 
 def test_the_kernel_takes_its_parameters_in_the_launches_order() -> None:
     declared = parameters("conv2d_wgmma")
     assert [parameter.split()[-1] for parameter in declared] == PARAMETERS
     maps = [parameter for parameter in declared if "TensorMap" in parameter]
-    assert len(maps) == 4
+    assert len(maps) == 6
     assert all(re.match(r"const __grid_constant__ TensorMap \w+$", parameter) for parameter in maps)
 
 
@@ -182,6 +189,7 @@ def test_the_launch(launches: list[tuple[Any, ...]], precision: str, bias: bool,
     given = dict(zip(PARAMETERS, arguments, strict=True))
     assert given["pixels"] == ("im2col_map", problem, "x", 128)  # columns of a tile's pixels
     assert given["filters"] == ("matrix_map", problem, "weight", 3 * 2 * 128, 64)  # K rows of R·S·C, a tile's filters
+    assert given["shortcut_pixels"] is given["shortcut_filters"] is tensor_maps.NONE
     if residual:  # by this map its tiles are asked for ahead of time, whichever way they are read then
         assert given["residuals"] == ("matrix_map", problem, "residual", 192, 128)
     else:

@@ -95,9 +95,9 @@ def test_two_blocks_of_the_smallest_form_fit_a_multiprocessor() -> None:
 
 def test_the_kernel_takes_its_parameters_in_the_launches_order(monkeypatch: pytest.MonkeyPatch) -> None:
     declared = parameters(KERNEL)
-    names = ["pixels", "filters", "bias", "residual", "y", "params"]
+    names = ["pixels", "filters", "shortcut_pixels", "shortcut_filters", "bias", "residual", "y", "params"]
     assert [parameter.split()[-1] for parameter in declared] == names
-    assert all(re.match(r"const __grid_constant__ TensorMap \w+$", parameter) for parameter in declared[:2])
+    assert all(re.match(r"const __grid_constant__ TensorMap \w+$", parameter) for parameter in declared[:4])
 
     made: list[tuple[Any, ...]] = []
     jit = SimpleNamespace(
@@ -116,5 +116,6 @@ def test_the_kernel_takes_its_parameters_in_the_launches_order(monkeypatch: pyte
     given = dict(zip(names, arguments, strict=True))
     assert given["pixels"] == ("im2col_map", DEEP, "x", 128)
     assert given["filters"] == ("matrix_map", DEEP, "weight", 9 * 512, 64)
-    assert [given[name] for name in names[2:5]] == ["bias", "residual", "y"]
+    assert given["shortcut_pixels"] is given["shortcut_filters"] is tensor_maps.NONE
+    assert [given[name] for name in names[4:7]] == ["bias", "residual", "y"]
     assert given["params"] is conv2d_params(DEEP, True)

@@ -4,6 +4,7 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,12 @@ SHAPES = {
     "uneven strides": replace(PLAIN, stride_h=2, stride_w=3, K=8, N=11),
     "one pixel": replace(PLAIN, N=1, H=1, W=1),
     "deep": replace(PLAIN, N=1, C=320, K=64),
+    "3×3 and a shortcut": replace(PLAIN, shortcut_channels=96, shortcut_stride=2),
+    "1×1 and a shortcut": replace(PLAIN, R=1, S=1, pad_h=0, pad_w=0, C=256, shortcut_channels=352),
+    "a tap and a deep shortcut": replace(
+        PLAIN, R=1, S=1, pad_h=0, pad_w=0, C=32, shortcut_channels=512, shortcut_stride=3, K=8
+    ),
+    "a pixel and a shortcut": replace(PLAIN, N=1, H=1, W=1, shortcut_channels=32, shortcut_stride=2),
 }
 CONFIGS = {f"{c.tile_m}x{c.tile_n}x{c.stages}x{c.split_k_slices}": c for c in WGMMA_SPLIT_K if c.precision == "tf32"}
 
@@ -37,11 +44,31 @@ def built(folder: Path, config: WgmmaConfig, source: str) -> Path:
 def drawn(problem: Conv2dProblem, seed: int) -> dict[str, np.ndarray]:
     """Integers, every sum of which is exact."""
     generator = np.random.default_rng(seed)
-    shapes = {"x": problem.input_shape, "weight": problem.filter_shape, "bias": (problem.K,)}
-    return {
-        name: generator.integers(-9, 10, shape).astype(np.float32)
-        for name, shape in {**shapes, "residual": problem.output_shape}.items()
+    N, H, W, C = problem.shortcut_shape
+    left_out = generator.integers(0, problem.shortcut_stride, 2)  # of the last step: rows and columns nobody needs
+    shapes = {
+        "x": problem.input_shape,
+        "weight": problem.filter_shape,
+        "bias": (problem.K,),
+        "residual": problem.output_shape,
+        "x0": (N, H - left_out[0], W - left_out[1], C),
+        "weight0": problem.shortcut_filter_shape,
     }
+    return {name: generator.integers(-9, 10, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def expected_of(
+    problem: Conv2dProblem, arrays: dict[str, np.ndarray], *, bias: bool, residual: bool, relu: bool
+) -> Any:
+    """Both convolutions by torch, in float64."""
+    added = arrays["residual"] if residual else np.zeros(problem.output_shape, np.float32)
+    if problem.shortcut_channels:
+        assert problem.has_shortcut_of(arrays["x0"].shape)
+        alone = ConvCase(problem.shortcut_alone(arrays["x0"].shape)).arguments
+        given = {"x": arrays["x0"], "weight": arrays["weight0"], "bias": None, "residual": added}
+        added = torch_conv2d(given, alone)
+    given = {**arrays, "bias": arrays["bias"] if bias else None, "residual": added}
+    return torch_conv2d(given, ConvCase(problem, relu=relu).arguments)
 
 
 def is_right(program: Path, config: WgmmaConfig, problem: Conv2dProblem, seed: int) -> bool:
@@ -49,8 +76,7 @@ def is_right(program: Path, config: WgmmaConfig, problem: Conv2dProblem, seed: i
     arrays = drawn(problem, seed)
     bias, in_place, relu = draw.random() < 0.7, draw.random() < 0.3, draw.random() < 0.5
     residual = in_place or draw.random() < 0.5
-    given = {**arrays, "bias": arrays["bias"] if bias else None, "residual": arrays["residual"] if residual else None}
-    expected = torch_conv2d(given, ConvCase(problem, relu=relu).arguments)
+    expected = expected_of(problem, arrays, bias=bias, residual=residual, relu=relu)
     epilogue = {"bias": bias, "residual": residual, "in_place": in_place, "relu": relu}
     y = run(program, problem, arrays, seed=seed, tiles=tile_count(problem, config), **epilogue)
     return not isinstance(y, str) and np.array_equal(y, expected)
@@ -62,7 +88,7 @@ def test_it_is_exact_on_integers(tmp_path: Path, form: str) -> None:
     program = built(tmp_path, config, host_source())
     begin = list(CONFIGS).index(form) % 2  # every other shape: the next form takes the others
     for seed, (shape, problem) in list(enumerate(SHAPES.items()))[begin::2]:
-        assert problem.gemm_k // config.tile_k >= 2 * config.split_k_slices
+        assert problem.depth // config.tile_k >= 2 * config.split_k_slices
         assert is_right(program, config, problem, seed), shape
 
 
@@ -84,6 +110,11 @@ MISTAKES = {
     ),
     "pixels come too early": (SLICES, "wait_for_earlier_kernels();\n    for", "for"),
     "y is stored too early": (SLICES, "wait_for_earlier_kernels();  //", "//"),
+    "the shortcut's pixels are those of the first input": (SLICES, "adding ? shortcut.pixels : factors", "factors"),
+    "the shortcut's filter begins elsewhere": (SLICES, "(adding ? of_taps : 0)", "0"),
+    "the shortcut steps like the taps": (SLICES, "adding ? first.q * params.shortcut_stride : w", "w"),
+    "the shortcut ends as a tap does": (SLICES, "if (!adding && c == params.C)", "if (c == params.C)"),
+    "the shortcut's slices are left out": (SLICES, "+ params.shortcut_channels / SLICE_CHANNELS", ""),
     "rows of the other consumer": (ROWS, "(PARTS > 1 ? 0 : consumer * 64) + warp * 16", "warp * 16"),
 }
 

@@ -39,7 +39,7 @@ struct Index { int x, y, z; } threadIdx, blockIdx;
 struct TensorMap { int id; };
 struct float4 { float x, y, z, w; };
 struct Chunk { float values[4]; };
-enum { PIXELS, FILTERS };
+enum { PIXELS, FILTERS, SHORTCUT_PIXELS, SHORTCUT_FILTERS };
 constexpr int SHARED = 227 << 10, PER_BLOCK = 257;
 
 struct Barrier { int count, pending, phase; long bytes; };
@@ -188,24 +188,30 @@ void fetch_box(unsigned, const TensorMap&, unsigned, int, int);
 
 MAIN = r"""
 Conv2dParams params;
+Conv2dParams alone;  // the shortcut as a convolution of its own
 int with_bias, with_residual, in_place;
-std::vector<float> x, weight, bias, residual, y;
+std::vector<float> x, weight, bias, residual, y, shortcut_x, shortcut_weight;
 
 void fetch(unsigned place, std::vector<float> rows, unsigned barrier) {
     for (unsigned i = 0; i < rows.size(); ++i) at(own(), place + i * 4) = NAN;
     fetches.push_back({self().block, place, std::move(rows), barrier});
 }
 void fetch_im2col(unsigned place, const TensorMap& map, unsigned barrier, int c, int w, int h, int n, int s, int r) {
-    if (map.id != PIXELS || place % 1024) fail("no place for pixels");
+    if (map.id % 2 != PIXELS || place % 1024) fail("no place for pixels");
     if (!self().waited) fail("earlier kernels may not have written the pixels");
-    fetch(place, im2col_rows(params, x, TILE_M, c, w, h, n, s, r), barrier);
+    const bool first = map.id == PIXELS;
+    if (c < 0 || c + 32 > (first ? params.C : alone.C)) fail("there are no such channels");
+    fetch(place, im2col_rows(first ? params : alone, first ? x : shortcut_x, TILE_M, c, w, h, n, s, r), barrier);
 }
 void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int column, int first) {
-    if (map.id != FILTERS || place % 1024) fail("no place for filters");
-    fetch(place, filter_rows(weight, TILE_N, first, params.K, params.gemm_k, column), barrier);
+    if (map.id % 2 != FILTERS || place % 1024) fail("no place for filters");
+    const auto& of = map.id == FILTERS ? weight : shortcut_weight;
+    const int depth = map.id == FILTERS ? params.gemm_k : alone.C;
+    if (column < 0 || column + 32 > depth) fail("there is no such depth");
+    fetch(place, filter_rows(of, TILE_N, first, params.K, depth, column), barrier);
 }
 void run() {
-    conv2d_wgmma_split_k({PIXELS}, {FILTERS}, with_bias ? bias.data() : nullptr,
+    conv2d_wgmma_split_k({PIXELS}, {FILTERS}, {SHORTCUT_PIXELS}, {SHORTCUT_FILTERS}, with_bias ? bias.data() : nullptr,
                          in_place ? y.data() : with_residual ? residual.data() : nullptr, y.data(), params);
     self().ended = true;
     rest();
@@ -280,12 +286,16 @@ void cluster(int tile) {
     for (const Routine& routine : routines) if (!routine.ended) fail("nobody can go on");
 }
 int main() {
-    int head[5];
-    if (fread(head, 4, 5, stdin) != 5 || fread(&params, sizeof params, 1, stdin) != 1) return 2;
+    int head[7];
+    if (fread(head, 4, 7, stdin) != 7 || fread(&params, sizeof params, 1, stdin) != 1) return 2;
     draw.seed(head[0]), with_bias = head[2], with_residual = head[3], in_place = head[4];
     const long outputs = long(params.gemm_m) * params.K;
     read(x, long(params.N) * params.H * params.W * params.C), read(weight, long(params.K) * params.gemm_k);
     read(bias, params.K), read(residual, outputs);
+    alone = params;
+    alone.C = params.shortcut_channels, alone.H = head[5], alone.W = head[6], alone.pad_h = alone.pad_w = 0;
+    alone.stride_h = alone.stride_w = params.shortcut_stride;
+    read(shortcut_x, long(params.N) * alone.H * alone.W * alone.C), read(shortcut_weight, long(params.K) * alone.C);
     y = residual;
     if (!in_place) for (float& value : y) value = NAN;
     for (int tile = 0; tile < head[1]; ++tile) cluster(tile);
@@ -305,9 +315,6 @@ def host_source() -> str:
     kernel = path.read_text(encoding="utf-8").replace('#include "partial_sums.cuh"', "PARTIAL SUMS")
     kernel = re.sub(r'#include "[^"]+"', "", kernel)
     kernel = kernel.replace("PARTIAL SUMS", text_of(include / "partial_sums.cuh"))
-    # The file's own, for NVRTC; here the one above.
-    kernel, count = re.subn(r"__device__ __forceinline__ unsigned shared_address\(.*?\n}\n", "", kernel, flags=re.S)
-    assert count == 1
     kernel = kernel.replace(
         "extern __shared__ __align__(1024) unsigned char shared[];", "unsigned char* const shared = own().shared;"
     )
@@ -338,12 +345,12 @@ def run(
     Args:
         program: from `build`.
         problem: the convolution.
-        arrays: x, weight (K, R, S, C), bias and residual, float32.
+        arrays: x, weight (K, R, S, C), bias, residual, and of the shortcut x0 and weight0, float32.
         seed: of the order.
         tiles: clusters.
         bias, residual, relu: the epilogue.
         in_place: whether the output lies in the residual's place.
     """
-    head = seed, tiles, bias, residual, in_place
-    tensors = [arrays[name] for name in ("x", "weight", "bias", "residual")]
+    head = seed, tiles, bias, residual, in_place, *arrays["x0"].shape[1:3]
+    tensors = [arrays[name] for name in ("x", "weight", "bias", "residual", "x0", "weight0")]
     return ask(program, problem, head, tensors, relu=relu)

@@ -4,6 +4,7 @@ from .device import H100, Device
 from .heuristics import Choice, check_kernel, choose
 from .precision import PRECISIONS, Precision
 from .problem import Conv2dPair, Conv2dProblem
+from .shortcut_choice import choose_shortcut
 from .variants import VARIANTS
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Precision",
     "check_kernel",
     "choose",
+    "choose_shortcut",
     "variant_names",
 ]
 

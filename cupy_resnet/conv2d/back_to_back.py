@@ -1,81 +1,127 @@
-"""conv2d_wgmma_b2b: a convolution and the 1×1 behind it in one kernel. STAND-IN for the module of this name."""
+"""conv2d_wgmma_b2b: a convolution and the 1×1 convolution behind it, with a residual, in one launch.
+
+It ends a ResNet's bottleneck: the map between the two, and what it costs to store and to read it, is spared. The launch
+computes what the two convolutions compute one after the other, each sum in the same order up to the tensor cores' own.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from .. import jit
+from . import configs, tensor_maps
+from .configs import BackToBackConfig
 from .device import Device
-from .precision import PRECISIONS
-from .problem import Conv2dPair, Conv2dProblem
-from .variant import Filter, Support
+from .params import conv2d_params
+from .problem import Conv2dProblem
+from .tensor_core_variants import Wgmma, multiprocessors
+from .variant import NULL, Filter, Support, blocks
 
 if TYPE_CHECKING:
     import cupy
 
+__all__ = [
+    "BackToBackConfig",
+    "BackToBackOperands",
+    "back_to_back_candidates",
+    "back_to_back_problem",
+    "configurations",
+    "launch_back_to_back",
+    "name",
+    "supports_back_to_back",
+]
+
 name = "conv2d_wgmma_b2b"
+PRECISION_NAMES = ("fp16", "bf16")
+
+_FIRST = Wgmma()
+"""The kernel that would compute the first convolution on its own takes its pixels the same way."""
 
 
-@dataclass(frozen=True)
-class BackToBackConfig:
-    """conv2d_wgmma_b2b.cu.
+class BackToBackOperands(NamedTuple):
+    """The arrays of both convolutions on one device, C-contiguous, 16-byte aligned, of the precision's storage dtype.
 
     Args:
-        precision: name of the arithmetic.
-        tile_m: pixels per tile.
-        tile_n: filters of the first convolution.
+        x: the first one's input, NHWC.
+        filters: of the first and the second, KRSC.
+        biases: (K,) float32 each, or None.
+        residual: NPQK, of the second one's output; it is added before the last ReLU.
+        y: NPQK; may be the residual.
+        relus: whether a ReLU ends the first, and the second.
     """
-
-    precision: str
-    tile_m: int
-    tile_n: int
-
-    threads = 384
-    shared_memory = 0
-
-    def defines(self) -> dict[str, int | str]:
-        return {"ELEMENT": PRECISIONS[self.precision].element, "TILE_M": self.tile_m, "TILE_N": self.tile_n}
-
-    def __str__(self) -> str:
-        return f"{self.tile_m} pixels, {self.tile_n} filters between"
-
-
-@dataclass(frozen=True)
-class BackToBackOperands:
-    """The arrays of two convolutions in a row; `y` may be the residual."""
 
     x: "cupy.ndarray"
     filters: tuple[Filter, Filter]
-    biases: tuple["cupy.ndarray | None", "cupy.ndarray | None"]
+    biases: "tuple[cupy.ndarray | None, cupy.ndarray | None]"
     residual: "cupy.ndarray"
     y: "cupy.ndarray"
     relus: tuple[bool, bool]
 
 
 def back_to_back_problem(first: Conv2dProblem, K: int) -> Conv2dProblem:
-    """Returns the second's problem."""
-    return Conv2dPair(first, K).second
+    """Returns the 1×1 convolution to `K` channels of what `first` computes.
+
+    Raises:
+        ValueError: K is no number of channels.
+    """
+    return Conv2dProblem(N=first.N, H=first.P, W=first.Q, C=first.K, K=K, R=1, S=1, precision=first.precision)
+
+
+def configurations() -> Sequence[BackToBackConfig]:
+    """Returns every configuration that the kernel can be compiled in."""
+    return configs.BACK_TO_BACK
 
 
 def supports_back_to_back(first: Conv2dProblem, second: Conv2dProblem, device: Device) -> Support:
-    """Whether the kernel computes the two, and if not, the reason."""
-    if first.precision not in ("fp16", "bf16"):
-        return False, f"computes in fp16 or bf16, not in {first.precision}"
-    if device.compute_capability != (9, 0):
-        return False, f"needs compute capability 9.0, {device.name} has {device.number}"
-    if first.K not in (64, 128, 256) or first.C % 64 or second.K % 64 or first.groups != 1:
-        return False, f"needs 64, 128 or 256 filters between and multiples of 64 channels, not {first}; {second}"
-    if (first.R, first.S) != (3, 3) or first.dilation_h != 1 or first.dilation_w != 1:
-        return False, f"needs a 3×3 filter, not {first.R}×{first.S}"
+    """Whether the kernel computes `second` behind `first` on `device`, and if not, why."""
+    if first.precision not in PRECISION_NAMES:
+        return False, f"computes in {' or '.join(PRECISION_NAMES)}, not in {first.precision}"
+    supported, why_not = _FIRST.supports(first, device)
+    if not supported:
+        return False, why_not
+    if second != back_to_back_problem(first, second.K):
+        return False, "needs a second convolution of 1×1, stride 1, padding 0, groups 1 behind the first"
+    exceeded = second.limit_exceeded()
+    if exceeded is not None:
+        return False, exceeded
+    mid_channels = sorted({config.mid_channels for config in configs.BACK_TO_BACK})
+    if first.K not in mid_channels or second.K % BackToBackConfig.COLUMNS:
+        *smaller, largest = mid_channels
+        return False, (
+            f"needs {', '.join(map(str, smaller))} or {largest} channels between the two and a multiple of "
+            f"{BackToBackConfig.COLUMNS} behind them, not {first.K} and {second.K}"
+        )
     return True, ""
 
 
 def back_to_back_candidates(first: Conv2dProblem, second: Conv2dProblem, device: Device) -> Sequence[BackToBackConfig]:
-    """The configurations that solve the two on `device`."""
-    return [BackToBackConfig(first.precision, tile_m, first.K) for tile_m in (128, 64)]
+    """Returns the configurations that compute both on `device`; none where the kernel does not support them."""
+    if not supports_back_to_back(first, second, device)[0]:
+        return ()
+    wanted = first.precision, first.K
+    return [config for config in configs.BACK_TO_BACK if (config.precision, config.mid_channels) == wanted]
 
 
 def launch_back_to_back(
     first: Conv2dProblem, second: Conv2dProblem, operands: BackToBackOperands, config: BackToBackConfig
 ) -> None:
-    """Enqueues the kernel on the current stream of the current device."""
-    raise NotImplementedError
+    """Enqueues the kernel on the current stream of the current device.
+
+    Args:
+        first, second: what `supports_back_to_back`; N·P·Q must not be 0.
+        operands: their arrays.
+        config: one of `back_to_back_candidates`.
+    """
+    kernel = jit.get_function(name, defines=config.defines())
+    first_filter, second_filter = (filter.weight for filter in operands.filters)
+    arguments = (
+        tensor_maps.im2col_map(first, operands.x, config.tile_m),
+        tensor_maps.matrix_map(first, first_filter, first.gemm_k, config.mid_channels),
+        tensor_maps.matrix_map(second, second_filter, second.gemm_k, config.SLICE),
+        tensor_maps.matrix_map(second, operands.residual, second.K, config.tile_m),
+        tensor_maps.matrix_map(second, operands.y, second.K, config.tile_m // config.consumers),
+        *(NULL if bias is None else bias for bias in operands.biases),
+        conv2d_params(first, operands.relus[0]),
+        conv2d_params(second, operands.relus[1]),
+    )
+    grid = (min(blocks(first.gemm_m, config.tile_m), multiprocessors()),)
+    jit.launch(kernel, grid, (config.threads,), arguments, shared=config.shared_memory, waits=True)

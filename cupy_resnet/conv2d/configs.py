@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from .configs_wgmma import BACK_TO_BACK as BACK_TO_BACK
 from .configs_wgmma import WGMMA as WGMMA
 from .configs_wgmma import WGMMA_3XTF32 as WGMMA_3XTF32
 from .configs_wgmma import WGMMA_PATCH as WGMMA_PATCH
 from .configs_wgmma import WGMMA_PATCH_PIXELS as WGMMA_PATCH_PIXELS
 from .configs_wgmma import WGMMA_SPLIT_K as WGMMA_SPLIT_K
+from .configs_wgmma import BackToBackConfig as BackToBackConfig
 from .configs_wgmma import Wgmma3xTf32Config as Wgmma3xTf32Config
 from .configs_wgmma import WgmmaConfig as WgmmaConfig
 from .configs_wgmma import WgmmaPatchConfig as WgmmaPatchConfig

@@ -137,6 +137,59 @@ class Wgmma3xTf32Config:
         return f"{self.tile_m}×{self.tile_n}×{self.tile_k}, {self.stages} stages"
 
 
+@dataclass(frozen=True)
+class BackToBackConfig:
+    """conv2d_wgmma_b2b.cu.
+
+    Args:
+        precision: name of the arithmetic.
+        tile_m: pixels per tile, 64 for each consumer.
+        mid_channels: filters of the first convolution, all of which a tile has.
+        pixel_stages: slices of the input, or of the residual and then the output, in shared memory.
+        filter_stages: slices of either filter.
+    """
+
+    precision: str
+    tile_m: int
+    mid_channels: int
+    pixel_stages: int
+    filter_stages: int
+
+    ROW_BYTES = 128
+    SLICE = 64
+    """Channels of the input, or columns of the output, at a time."""
+
+    COLUMNS = 128
+    """Filters of the second convolution that a consumer has under way."""
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply."""
+        return self.tile_m // 64
+
+    @property
+    def threads(self) -> int:
+        """Threads per block: the consumers', and a producer warpgroup."""
+        return 128 * (1 + self.consumers)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of dynamic shared memory per block."""
+        return (self.pixel_stages * self.tile_m + self.filter_stages * self.mid_channels) * self.ROW_BYTES
+
+    def defines(self) -> dict[str, int | str]:
+        return {
+            "ELEMENT": PRECISIONS[self.precision].element,
+            "TILE_M": self.tile_m,
+            "MIDDLE": self.mid_channels,
+            "PIXEL_STAGES": self.pixel_stages,
+            "FILTER_STAGES": self.filter_stages,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.tile_m}×{self.mid_channels}, {self.pixel_stages} and {self.filter_stages} stages"
+
+
 WGMMA_TILES = ((128, 128, 5), (128, 64, 8), (64, 256, 4), (64, 128, 8), (64, 64, 10))
 """(tile_m, tile_n, stages): the wide ones have as many stages as 2-byte tiles on their way out leave room for."""
 
@@ -172,3 +225,19 @@ WGMMA_PATCH = tuple(WgmmaPatchConfig(precision, n) for precision in ("fp16", "bf
 
 WGMMA_3XTF32 = (Wgmma3xTf32Config(128, 128, 4), Wgmma3xTf32Config(256, 64, 4), Wgmma3xTf32Config(128, 64, 7))
 """Every form in which conv2d_wgmma_3xtf32 is compiled: with as many stages as there is room for."""
+
+BACK_TO_BACK_TILES = (
+    (128, 256, 6, 4),
+    (128, 128, 7, 7),
+    (128, 64, 7, 13),
+    (64, 256, 8, 5),
+    (64, 128, 10, 9),
+    (64, 64, 15, 13),
+)
+"""(tile_m, mid_channels, pixel_stages, filter_stages): as many as there is room for. 13 stages hold both
+filters where 64 of 3×3 over 64 channels have 256 behind them: they are fetched once."""
+
+BACK_TO_BACK = tuple(
+    BackToBackConfig(precision, *tile) for precision in ("fp16", "bf16") for tile in BACK_TO_BACK_TILES
+)
+"""Every form in which conv2d_wgmma_b2b is compiled."""

@@ -121,7 +121,7 @@ def _wgmma_microseconds(problem: Conv2dProblem, device: Device, config: configs.
     tiles = _ceil(problem.gemm_m, config.tile_m) * _ceil(problem.gemm_n, config.tile_n)
     share = config.tile_m * config.tile_n / (128 * 128)
     per_slice = WGMMA_SLICE_MICROSECONDS * max(0.3, share**0.75)
-    per_tile = _ceil(problem.gemm_k, config.tile_k) * per_slice + WGMMA_TILE_MICROSECONDS
+    per_tile = _ceil(problem.depth, config.tile_k) * per_slice + WGMMA_TILE_MICROSECONDS
     arithmetic = _ceil(tiles, device.sm_count) * per_tile
     return max(arithmetic, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
 
@@ -137,7 +137,7 @@ def _wgmma_split_k_microseconds(problem: Conv2dProblem, device: Device, config: 
     tiles = _ceil(problem.gemm_m, config.tile_m) * _ceil(problem.gemm_n, config.tile_n)
     share = config.tile_m * config.tile_n / (128 * 128)
     per_slice = WGMMA_SPLIT_K_SHARE * WGMMA_SLICE_MICROSECONDS * max(0.3, share**0.75)
-    slices = _ceil(_ceil(problem.gemm_k, config.tile_k), config.split_k_slices)
+    slices = _ceil(_ceil(problem.depth, config.tile_k), config.split_k_slices)
     sums = config.CONSUMERS * 64 * config.tile_n * 4 / CLUSTER_BYTES_PER_MICROSECOND
     per_block = slices * per_slice + WGMMA_SPLIT_K_MICROSECONDS + sums
     arithmetic = _ceil(tiles * config.split_k_slices, device.sm_count) * per_block

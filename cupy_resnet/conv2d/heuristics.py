@@ -150,7 +150,9 @@ def automatic(problem: Conv2dProblem, device: Device, spread_nan: bool = False) 
 
 def _default(problem: Conv2dProblem, device: Device) -> str:
     """Returns the kernel that is used unless there is a reason for another one."""
-    names = TENSOR_CORE_DEFAULTS if problem.arithmetic.tensor_cores else (FP32_DEFAULT,)
+    names: tuple[str, ...] = TENSOR_CORE_DEFAULTS if problem.arithmetic.tensor_cores else (FP32_DEFAULT,)
+    if problem.shortcut_channels and problem.arithmetic.tensor_cores:
+        names = tuple(name for name in FAST_WHERE_THEY_APPLY if VARIANTS[name].adds_shortcut)  # the others never do
     why_not = ""
     for name in names:
         supported, reason = VARIANTS[name].supports(problem, device)

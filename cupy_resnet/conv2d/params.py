@@ -10,6 +10,7 @@ PARAMS_FIELDS = (
     "N", "H", "W", "C", "K", "R", "S", "P", "Q",
     "stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w",
     "groups", "group_channels", "group_filters", "gemm_m", "gemm_k", "relu",
+    "shortcut_channels", "shortcut_stride",
 )  # fmt: skip
 """Fields of ``Conv2dParams`` in kernels_cu/include/conv2d_params.cuh, in order; all are 32-bit ints."""
 

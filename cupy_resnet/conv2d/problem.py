@@ -1,6 +1,6 @@
 """The description of one convolution, apart from how it is computed. Imports no CuPy: usable anywhere."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .precision import PRECISIONS, Precision
 
@@ -12,10 +12,15 @@ MAX_GROUPS = 65535  # gridDim.y
 class Conv2dProblem:
     """A forward convolution: NHWC input, KRSC filter, NPQK output.
 
+    It may have a *shortcut*: a 1×1 convolution of a second input, whose output is of the same shape and is added to
+    that of the first, as at the end of a ResNet block with a downsample. The sums of both are one, rounded once.
+
     Args:
         N, H, W, C: input batch, height, width, channels.
         K, R, S: output channels, filter height and width.
         stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, groups: as in ``torch.nn.functional.conv2d``.
+        shortcut_channels: of the shortcut's input, or 0: there is no shortcut.
+        shortcut_stride: of the shortcut, in both directions.
         precision: name of the arithmetic, a key of `precision.PRECISIONS`; it decides the dtype of the tensors.
 
     Raises:
@@ -37,16 +42,21 @@ class Conv2dProblem:
     dilation_w: int = 1
     groups: int = 1
     precision: str = "fp32"
+    shortcut_channels: int = 0
+    shortcut_stride: int = 1
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise ValueError(f"conv2d: precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
-        for name in ("C", "K", "R", "S", "H", "W", "stride_h", "stride_w", "dilation_h", "dilation_w", "groups"):
+        at_least_1 = ("C", "K", "R", "S", "H", "W", "stride_h", "stride_w", "dilation_h", "dilation_w", "groups")
+        for name in (*at_least_1, "shortcut_stride"):
             if getattr(self, name) < 1:
                 raise ValueError(f"conv2d: {name} must be at least 1, got {getattr(self, name)}")
-        for name in ("N", "pad_h", "pad_w"):
+        for name in ("N", "pad_h", "pad_w", "shortcut_channels"):
             if getattr(self, name) < 0:
                 raise ValueError(f"conv2d: {name} must not be negative, got {getattr(self, name)}")
+        if self.shortcut_stride > 1 and not self.shortcut_channels:
+            raise ValueError(f"conv2d: there is no shortcut to have a stride of {self.shortcut_stride}")
         if self.C % self.groups or self.K % self.groups:
             raise ValueError(
                 f"conv2d: input channels C={self.C} and output channels K={self.K} must both be multiples of "
@@ -90,8 +100,13 @@ class Conv2dProblem:
 
     @property
     def gemm_k(self) -> int:
-        """Depth of the product, per group: R·S·C/groups."""
+        """Depth of the product, per group, without the shortcut: R·S·C/groups."""
         return self.R * self.S * self.group_channels
+
+    @property
+    def depth(self) -> int:
+        """Depth of the product, per group, with the shortcut: [im2col(x) | x0] times [filter; its filter]."""
+        return self.gemm_k + self.shortcut_channels
 
     @property
     def input_shape(self) -> tuple[int, int, int, int]:
@@ -106,14 +121,51 @@ class Conv2dProblem:
         return self.N, self.P, self.Q, self.K
 
     @property
+    def shortcut_shape(self) -> tuple[int, int, int, int]:
+        """The shape of the largest input of the shortcut; see `has_shortcut_of`."""
+        return self.N, self.P * self.shortcut_stride, self.Q * self.shortcut_stride, self.shortcut_channels
+
+    @property
+    def shortcut_filter_shape(self) -> tuple[int, int, int, int]:
+        return self.K, 1, 1, self.shortcut_channels
+
+    def has_shortcut_of(self, shape: tuple[int, ...]) -> bool:
+        """Whether the shortcut's input may have a shape: its every `shortcut_stride`-th rows and columns are as many as
+        the output's. Rows and columns behind the last of them make no difference, and are no part of the problem.
+        """
+        if len(shape) != 4 or min(shape[1:3]) < 1:
+            return False
+        N, H, W, C = shape
+        rows, columns = (H - 1) // self.shortcut_stride + 1, (W - 1) // self.shortcut_stride + 1
+        return (N, rows, columns, C) == (self.N, self.P, self.Q, self.shortcut_channels) and C > 0
+
+    def without_shortcut(self) -> "Conv2dProblem":
+        """The same convolution alone."""
+        return replace(self, shortcut_channels=0, shortcut_stride=1)
+
+    def shortcut_alone(self, shape: tuple[int, ...] | None = None) -> "Conv2dProblem":
+        """The shortcut as a convolution of its own.
+
+        Args:
+            shape: of its input, by default `shortcut_shape`.
+        """
+        N, H, W, C = self.shortcut_shape if shape is None else shape
+        stride = self.shortcut_stride
+        sizes = {"N": N, "H": H, "W": W, "C": C, "K": self.K, "R": 1, "S": 1, "stride_h": stride, "stride_w": stride}
+        return Conv2dProblem(**sizes, precision=self.precision)
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of the direct convolution, a multiply-add counted as two."""
-        return 2 * self.gemm_m * self.gemm_k * self.K
+        return 2 * self.gemm_m * self.depth * self.K
 
     @property
     def bytes(self) -> int:
-        """The fewest bytes the problem must move: input, filter and output once each."""
-        elements = self.N * self.H * self.W * self.C + self.K * self.gemm_k + self.gemm_m * self.K
+        """The fewest bytes the problem must move: inputs, filters and output once each, of the shortcut's input the
+        pixels that it reads.
+        """
+        inputs = self.N * self.H * self.W * self.C + self.gemm_m * self.shortcut_channels
+        elements = inputs + self.K * self.depth + self.gemm_m * self.K
         return self.arithmetic.element_size * elements
 
     @property
@@ -128,6 +180,7 @@ class Conv2dProblem:
         pixels may not, because kernels form those offsets in 32 bits. The filter's bound leaves room for one tile of
         rows past the last.
         """
+        _, shortcut_h, shortcut_w, shortcut_channels = self.shortcut_shape
         sizes = {
             "output pixels N·P·Q": self.gemm_m + 1024,
             "elements of one padded image (H+2·pad)·(W+2·pad)·C": (
@@ -135,6 +188,8 @@ class Conv2dProblem:
             ),
             "elements of one output image P·Q·K": self.P * self.Q * self.K,
             "filter elements K·R·S·C/groups": (self.K + 256) * self.gemm_k,
+            "elements of one image of the shortcut's input": shortcut_h * shortcut_w * shortcut_channels,
+            "elements of the shortcut's filter": (self.K + 256) * shortcut_channels,
         }
         for name, size in sizes.items():
             if size > INT32_MAX:
@@ -153,6 +208,10 @@ class Conv2dProblem:
             text += f", dilation {self.dilation_h}×{self.dilation_w}"
         if self.groups != 1:
             text += f", groups {self.groups}"
+        if self.shortcut_channels:
+            text += f", plus 1×1 of {self.shortcut_channels} channels"
+            if self.shortcut_stride != 1:
+                text += f", stride {self.shortcut_stride}"
         if self.precision != "fp32":
             text += f", {self.precision}"
         return text

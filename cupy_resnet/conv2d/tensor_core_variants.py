@@ -185,6 +185,10 @@ class WgmmaIm2col(HopperVariant):
             return False, (
                 f"needs C a multiple of {128 // size} and K of {16 // size}, not {problem.C} and {problem.K}"
             )
+        if problem.shortcut_channels % (128 // size):
+            return False, f"needs the shortcut's C a multiple of {128 // size}, not {problem.shortcut_channels}"
+        if problem.shortcut_stride > tensor_maps.MAX_STRIDE:
+            return False, f"needs the shortcut's stride up to {tensor_maps.MAX_STRIDE}, not {problem.shortcut_stride}"
         if max(problem.stride_h, problem.stride_w) > tensor_maps.MAX_STRIDE:
             return False, f"needs strides up to {tensor_maps.MAX_STRIDE}, not {problem.stride_h}×{problem.stride_w}"
         reach = max((problem.R - 1) * problem.dilation_h, (problem.S - 1) * problem.dilation_w)
@@ -199,6 +203,7 @@ class Wgmma(WgmmaIm2col):
     name = "conv2d_wgmma"
     precisions = ("fp16", "bf16", "tf32")
     sources = ("conv2d_wgmma", "conv2d_wgmma_split_k")
+    adds_shortcut = True
 
     def configurations(self) -> Sequence[configs.WgmmaConfig]:
         return configs.WGMMA + configs.WGMMA_SPLIT_K
@@ -220,26 +225,37 @@ class Wgmma(WgmmaIm2col):
     def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.WgmmaConfig) -> None:
         kernel = jit.get_function(config.source, defines=config.defines())
         tiles = tile_count(problem, config)
-        pixels = tensor_maps.im2col_map(problem, operands.x, config.tile_m)
-        filters = tensor_maps.matrix_map(problem, operands.filter.weight, problem.gemm_k, config.tile_n)
+        factors: tuple[Any, ...] = (
+            tensor_maps.im2col_map(problem, operands.x, config.tile_m),
+            tensor_maps.matrix_map(problem, operands.filter.weight, problem.gemm_k, config.tile_n),
+        )
+        shortcut = operands.shortcut
+        if shortcut is None:
+            factors += tensor_maps.NONE, tensor_maps.NONE
+        else:
+            alone = problem.shortcut_alone(shortcut.x.shape)
+            factors += (
+                tensor_maps.im2col_map(alone, shortcut.x, config.tile_m),
+                tensor_maps.matrix_map(alone, shortcut.filter.weight, alone.C, config.tile_n),
+            )
         tail = (*operands.tail(), conv2d_params(problem, operands.relu))
         grid: tuple[int, ...]
         arguments: tuple[Any, ...]
         if config.split_k_slices > 1:
-            grid, arguments = (tiles, 1, config.split_k_slices), (pixels, filters, *tail)
+            grid, arguments = (tiles, 1, config.split_k_slices), (*factors, *tail)
         else:
             outputs = residuals = tensor_maps.NONE
             if operands.residual is not None:
                 residuals = tensor_maps.matrix_map(problem, operands.residual, problem.K, config.tile_m)
             if problem.arithmetic.element_size == 2:  # wider ones are not stored by way of shared memory
                 outputs = tensor_maps.matrix_map(problem, operands.y, problem.K, config.tile_m)
-            grid, arguments = (min(tiles, multiprocessors()),), (pixels, filters, residuals, outputs, *tail)
+            grid, arguments = (min(tiles, multiprocessors()),), (*factors, residuals, outputs, *tail)
         jit.launch(kernel, grid, (config.threads,), arguments, shared=config.shared_memory, waits=True)
 
 
 def splits_well(problem: Conv2dProblem, device: Device, config: configs.WgmmaConfig) -> bool:
     """Whether conv2d_wgmma_split_k solves a problem, with no more blocks than run at a time."""
-    enough = blocks(problem.gemm_k, config.tile_k) >= config.CONSUMERS * config.split_k_slices
+    enough = blocks(problem.depth, config.tile_k) >= config.CONSUMERS * config.split_k_slices
     few = tile_count(problem, config) * config.split_k_slices <= 2 * device.sm_count
     return problem.K % 8 == 0 and enough and few
 

@@ -29,8 +29,22 @@ class Filter:
 
 
 @dataclass(frozen=True)
+class Shortcut:
+    """The second input of a convolution with a shortcut, NHWC, and its (K, 1, 1, C) filter; it has no bias of its own.
+
+    The problem says its channels and stride, and which shapes `x` may have (`Conv2dProblem.has_shortcut_of`).
+    """
+
+    x: "cupy.ndarray"
+    filter: Filter
+
+
+@dataclass(frozen=True)
 class Operands:
-    """The arrays of one convolution, all on one device, C-contiguous, 16-byte aligned: x NHWC, y and residual NPQK."""
+    """The arrays of one convolution, all on one device, C-contiguous, 16-byte aligned: x NHWC, y and residual NPQK.
+
+    `shortcut` is there exactly if the problem has one. A kernel that computes it may do without a residual beside it.
+    """
 
     x: "cupy.ndarray"
     filter: Filter
@@ -38,6 +52,7 @@ class Operands:
     residual: "cupy.ndarray | None"
     y: "cupy.ndarray"
     relu: bool
+    shortcut: Shortcut | None = None
 
     def tail(self) -> tuple[Any, Any, Any]:
         """(bias, residual, y) as kernel arguments."""
@@ -51,6 +66,8 @@ class Variant:
     precisions: tuple[str, ...] = ("fp32",)
     sources: tuple[str, ...]
     """The .cu files it launches, without suffix."""
+    adds_shortcut = False
+    """Whether it computes problems with a shortcut."""
     derives_filter = False
     """Whether it multiplies with a form of the filter that is made once per filter, before its first launch."""
 
@@ -58,6 +75,8 @@ class Variant:
         """Whether this variant solves `problem` on `device`, and if not, the reason."""
         if problem.precision not in self.precisions:
             return False, f"computes in {' or '.join(self.precisions)}, not in {problem.precision}"
+        if problem.shortcut_channels and not self.adds_shortcut:
+            return False, "computes no second convolution as a shortcut"
         if device.compute_capability < (7, 0):
             return False, f"needs compute capability 7.0, {device.name} has {device.arch.removeprefix('sm_')}"
         exceeded = problem.limit_exceeded()

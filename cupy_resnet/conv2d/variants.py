@@ -6,11 +6,11 @@ A variant is a rung of the ladder in kernels_cu/README.md. `VARIANTS` maps its n
 
 from .fp32_variants import Direct, Im2colSgemm, ImplicitGemm, Shared, Winograd
 from .tensor_core_variants import Mma, MmaPatch, Wgmma, Wmma
-from .variant import NULL, Filter, Operands, Support, Variant
+from .variant import NULL, Filter, Operands, Shortcut, Support, Variant
 from .wgmma_3xtf32 import Wgmma3xTf32
 from .wgmma_patch import WgmmaPatch
 
-__all__ = ["NULL", "VARIANTS", "Filter", "Operands", "Support", "Variant"]
+__all__ = ["NULL", "VARIANTS", "Filter", "Operands", "Shortcut", "Support", "Variant"]
 
 VARIANTS: dict[str, Variant] = {
     variant.name: variant

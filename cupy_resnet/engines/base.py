@@ -18,6 +18,10 @@ Pair = int | tuple[int, int]
 """A size for height and width: one int for both, or (height, width)."""
 
 
+Shortcut = tuple[Array, Any, int]
+"""What `Ops.conv2d` adds as a second convolution: input, 1×1 filter, stride."""
+
+
 def pair(value: Pair) -> tuple[int, int]:
     """Returns (height, width) of an int or a pair."""
     if isinstance(value, int):
@@ -89,16 +93,24 @@ class Ops(Protocol):
         dilation: Pair = 1,
         groups: int = 1,
         residual: Array | None = None,
+        shortcut: Shortcut | None = None,
         relu: bool = False,
         overwrite_residual: bool = False,
     ) -> Array:
         """Forward convolution with its epilogue: ``relu(conv(x, weight) + bias + residual)``.
+
+        Or with a second, 1×1 convolution in the residual's place, as at the end of a block with a downsample:
+        ``relu(conv(x, weight) + conv(x0, weight0, stride=stride0) + bias)``.
 
         Args:
             x: (N, H, W, C) activations.
             weight: what `filter` returned for a (K, R, S, C/groups) array, or such an array of the engine itself.
             bias: (K,) float32 or None.
             residual: (N, P, Q, K) activations or None, added before the ReLU.
+            shortcut: None, or (x0, weight0, stride0), not together with a residual: (N, H0, W0, C0) activations, of
+                whose H0 rows and W0 columns every stride0-th make P and Q, and a filter (K, 1, 1, C0), like `weight`.
+                `bias` is the sum of both convolutions' biases. Where one kernel computes both, the sum of all is
+                rounded once.
             stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``; padding is symmetric.
             relu: whether to end with ReLU.
             overwrite_residual: whether the result may take the memory of `residual`, which nobody needs any more.
@@ -231,6 +243,19 @@ class Ops(Protocol):
 
         (N, H, W, C) to (N, ceil(H/stride), ceil(W/stride), before + C + after).
         """
+
+
+def shortcut_by_parts(ops: Ops, x: Array, weight: Any, bias: Array | None, shortcut: Shortcut, **options: Any) -> Array:
+    """`Ops.conv2d` with a shortcut as two convolutions, the second of which takes the first as its residual.
+
+    Args:
+        ops: the engine.
+        x, weight, bias, shortcut: as for `Ops.conv2d`.
+        options: its geometry and `relu`.
+    """
+    x0, weight0, stride0 = shortcut
+    residual = ops.conv2d(x0, weight0, stride=stride0)
+    return ops.conv2d(x, weight, bias, residual=residual, overwrite_residual=True, **options)
 
 
 def stem_by_parts(

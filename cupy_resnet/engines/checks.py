@@ -29,9 +29,11 @@ def conv2d(
     dilation: Pair = 1,
     groups: int = 1,
     residual: Any = None,
+    shortcut: Any = None,
     precision: str = "fp32",
 ) -> Conv2dProblem:
     """Describes the convolution of some arrays; arguments and errors as for `conv2d_problem`."""
+    x0, weight0, stride0 = (None, None, 1) if shortcut is None else shortcut
     return conv2d_problem(
         tuple(x.shape),
         tuple(weight.shape),
@@ -40,6 +42,9 @@ def conv2d(
         dilation=pair(dilation),
         groups=groups,
         residual_shape=_shape(residual),
+        shortcut_shape=_shape(x0),
+        shortcut_weight_shape=_shape(weight0),
+        shortcut_stride=stride0,
         bias_shape=_shape(bias),
         precision=precision,
     )
@@ -55,6 +60,9 @@ def conv2d_problem(
     dilation: Pair = 1,
     groups: int = 1,
     residual_shape: Shape | None = None,
+    shortcut_shape: Shape | None = None,
+    shortcut_weight_shape: Shape | None = None,
+    shortcut_stride: int = 1,
     bias_shape: Shape | None = None,
     precision: str = "fp32",
 ) -> Conv2dProblem:
@@ -65,6 +73,8 @@ def conv2d_problem(
         weight_shape: (K, R, S, C/groups).
         stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``.
         residual_shape: (N, P, Q, K) or None.
+        shortcut_shape, shortcut_weight_shape: (N, H0, W0, C0) and (K, 1, 1, C0), or both None.
+        shortcut_stride: the shortcut's.
         bias_shape: (K,) or None.
         precision: the engine's.
 
@@ -73,6 +83,8 @@ def conv2d_problem(
     """
     rank("conv2d", "x", x_shape, "(N, H, W, C)")
     rank("conv2d", "weight", weight_shape, "(K, R, S, C/groups)")
+    if shortcut_shape is not None:
+        rank("conv2d", "the shortcut's input", shortcut_shape, "(N, H, W, C)")
     N, H, W, C = x_shape
     K, R, S, group_channels = weight_shape
     if group_channels * groups != C:
@@ -97,7 +109,13 @@ def conv2d_problem(
         dilation_w=dilation_w,
         groups=groups,
         precision=precision,
+        shortcut_channels=0 if shortcut_shape is None else shortcut_shape[-1],
+        shortcut_stride=shortcut_stride,
     )
+    if shortcut_shape is not None:
+        if residual_shape is not None:
+            raise ValueError("conv2d: there is a residual or a shortcut, not both")
+        _check_shortcut(problem, shortcut_shape, shortcut_weight_shape)
     if bias_shape is not None and bias_shape != (K,):
         raise ValueError(f"conv2d: bias has shape {bias_shape}, but weight {weight_shape} needs ({K},)")
     if residual_shape is not None and residual_shape != problem.output_shape:
@@ -106,6 +124,19 @@ def conv2d_problem(
             f"has {problem.output_shape}"
         )
     return problem
+
+
+def _check_shortcut(problem: Conv2dProblem, shape: Shape, weight_shape: Shape | None) -> None:
+    if weight_shape != problem.shortcut_filter_shape:
+        raise ValueError(
+            f"conv2d: the shortcut's weight has shape {weight_shape}, but its input {shape} and the output "
+            f"{problem.output_shape} need {problem.shortcut_filter_shape}"
+        )
+    if not problem.has_shortcut_of(shape):
+        raise ValueError(
+            f"conv2d: the shortcut's input {shape} with stride {problem.shortcut_stride} does not fit the output "
+            f"{problem.output_shape}"
+        )
 
 
 def conv2d_back_to_back(

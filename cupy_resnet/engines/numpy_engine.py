@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 
 from . import checks
-from .base import Ops, Pair, back_to_back_by_parts, stem_by_parts
+from .base import Ops, Pair, Shortcut, back_to_back_by_parts, shortcut_by_parts, stem_by_parts
 from .bfloat16 import from_bfloat16
 from .numpy_windows import blocks, im2col, pad, taps
 
@@ -113,13 +113,16 @@ class NumpyEngine:
         dilation: Pair = 1,
         groups: int = 1,
         residual: np.ndarray | None = None,
+        shortcut: Shortcut | None = None,
         relu: bool = False,
         overwrite_residual: bool = False,
     ) -> np.ndarray:
         """``relu(conv(x, weight) + bias + residual)``: (N, H, W, C), (K, R, S, C/groups) to (N, P, Q, K)."""
         self._check("conv2d", x=x, weight=weight, bias=bias, residual=residual)
         geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        problem = checks.conv2d(x, weight, bias, residual=residual, **geometry)
+        problem = checks.conv2d(x, weight, bias, residual=residual, shortcut=shortcut, **geometry)
+        if shortcut is not None:
+            return shortcut_by_parts(self, x, weight, bias, shortcut, relu=relu, **geometry)
         # (groups, gemm_k, gemm_n): a view, BLAS reads the transpose as it is.
         matrix = weight.reshape(groups, problem.gemm_n, problem.gemm_k).transpose(0, 2, 1)
         y = np.empty(problem.output_shape, self.dtype)

@@ -9,7 +9,7 @@ import numpy as np
 from ..conv2d.precision import PRECISIONS
 from ..conv2d.problem import Conv2dPair, Conv2dProblem
 from . import checks
-from .base import Ops, Pair, back_to_back_by_parts, stem_by_parts
+from .base import Ops, Pair, Shortcut, back_to_back_by_parts, stem_by_parts
 from .linear_problem import linear_problem
 
 FLOAT32 = np.dtype(np.float32)
@@ -48,7 +48,8 @@ class OpRecord:
         nbytes: the fewest bytes to move: every input and the output once.
         problem: for a convolution or a fused stem, its description.
         pair: for two convolutions in one, their description.
-        epilogue: what is fused behind a convolution, of ``"bias"``, ``"residual"``, ``"relu"``, ``"max_pool2d"``.
+        epilogue: what is fused behind a convolution, of ``"bias"``, ``"residual"``, ``"shortcut"``, ``"relu"``,
+            ``"max_pool2d"``.
         as_conv2d: for ``linear`` on many images, the convolution that computes it on a GPU, by any kernel.
     """
 
@@ -156,13 +157,15 @@ class ShapeEngine:
         dilation: Pair = 1,
         groups: int = 1,
         residual: ShapeArray | None = None,
+        shortcut: Shortcut | None = None,
         relu: bool = False,
         overwrite_residual: bool = False,
     ) -> ShapeArray:
         """(N, H, W, C), (K, R, S, C/groups) to (N, P, Q, K)."""
         geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        problem = checks.conv2d(x, weight, bias, residual=residual, precision=self.precision, **geometry)
-        fused = {"bias": bias is not None, "residual": residual is not None, "relu": relu}
+        added: dict[str, Any] = {"residual": residual, "shortcut": shortcut}
+        problem = checks.conv2d(x, weight, bias, **added, precision=self.precision, **geometry)
+        fused = {name: array is not None for name, array in {"bias": bias, **added}.items()} | {"relu": relu}
         epilogue = tuple(name for name, present in fused.items() if present)
         self.records.append(
             OpRecord(

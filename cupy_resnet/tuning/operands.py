@@ -9,7 +9,7 @@ import numpy as np
 from ..conv2d import PRECISIONS, VARIANTS, Conv2dPair, Conv2dProblem
 from ..conv2d.back_to_back import BackToBackOperands, launch_back_to_back
 from ..conv2d.problem import Problem
-from ..conv2d.variants import Filter, Operands
+from ..conv2d.variants import Filter, Operands, Shortcut
 from .workloads import Apart, Candidate, Workload
 
 if TYPE_CHECKING:
@@ -74,9 +74,10 @@ def make_operands(workload: Workload, normal: np.ndarray, *, cold_l2: bool) -> l
     parts = problem.parts if isinstance(problem, Conv2dPair) else (problem,)
     first, last = parts[0], parts[-1]
     size = first.arithmetic.element_size
-    input_bytes, output_bytes = (size * math.prod(shape) for shape in (first.input_shape, last.output_shape))
+    input_bytes = size * (math.prod(first.input_shape) + math.prod(last.shortcut_shape))
+    output_bytes = size * math.prod(last.output_shape)
     between_bytes = size * math.prod(first.output_shape) if len(parts) > 1 else 0
-    filter_bytes = size * sum(math.prod(part.filter_shape) for part in parts)
+    filter_bytes = size * sum(math.prod(part.filter_shape) + math.prod(part.shortcut_filter_shape) for part in parts)
     residual = workload.residual or len(parts) > 1  # two in a row always have one
     activations = input_bytes + (1 + residual) * output_bytes
     l2 = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["l2CacheSize"]
@@ -90,10 +91,16 @@ def make_operands(workload: Workload, normal: np.ndarray, *, cold_l2: bool) -> l
     numbers = cupy.asarray(normal)
     activation = stored(numbers, problem.precision)
     biases = [repeat(numbers, (part.K,), 7 + 4 * n) for n, part in enumerate(parts)]
-    scaled = [stored(numbers / np.float32(np.sqrt(part.gemm_k)), problem.precision) for part in parts]
+    scaled = [stored(numbers / np.float32(np.sqrt(part.depth)), problem.precision) for part in parts]
     weights = [  # outputs are near 1, as inputs are
         [Filter(repeat(values, part.filter_shape, 1009 * n)) for values, part in zip(scaled, parts, strict=True)]
         for n in range(filters)
+    ]
+    shortcut_weights = [Filter(repeat(scaled[-1], last.shortcut_filter_shape, 4001 * n + 11)) for n in range(filters)]
+    shortcut_inputs = [repeat(activation, last.shortcut_shape, 5003 * n + 13) for n in range(sets)]
+    shortcuts = [
+        Shortcut(shortcut_inputs[n % sets], shortcut_weights[n % filters]) if last.shortcut_channels else None
+        for n in range(LAUNCHES)
     ]
     made = [
         (
@@ -105,7 +112,10 @@ def make_operands(workload: Workload, normal: np.ndarray, *, cold_l2: bool) -> l
     ]
     turns = [(*made[launch % sets], weights[launch % filters]) for launch in range(LAUNCHES)]
     if len(parts) == 1:
-        return [Operands(x, weight[0], biases[0], added, y, relu=True) for x, added, y, weight in turns]
+        return [
+            Operands(x, weight[0], biases[0], added, y, True, shortcut)
+            for (x, added, y, weight), shortcut in zip(turns, shortcuts, strict=True)
+        ]
     between = cupy.empty(first.output_shape, activation.dtype)
     return [
         PairOperands(

@@ -88,7 +88,11 @@ __device__ __forceinline__ void store_box(const TensorMap& map, unsigned source,
                  "r"(c), "r"(w), "r"(h), "r"(n) : "memory");
 }
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until all that this thread has begun to store is read, so that its source may be overwritten.
-__device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until all that this thread has begun to store, but for the PENDING newest groups, is read, so that its source may be
+// overwritten.
+template <int PENDING = 0>
+__device__ __forceinline__ void store_wait() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
 // Makes this thread's ordinary writes to shared memory visible to the accelerator.
 __device__ __forceinline__ void written_for_storing() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -35,6 +35,13 @@ __device__ __forceinline__ void warpgroup_sync(int barrier) {
     asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
 }
 
+// Call after the wait for whatever computed `sums`: the compiler takes them for complete as soon as the instruction is issued.
+template <int COUNT>
+__device__ __forceinline__ void warpgroup_results(float (&sums)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
 // sums = a · b, or sums += a · b if `accumulate`, for 64 rows and N columns; a kernel that needs another N than those below
 // instantiates WARPGROUP_MMA_OF_BYTES_2 or _OF_ALL for it.
 template <typename Element, int N>

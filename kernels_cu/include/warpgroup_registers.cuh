@@ -13,13 +13,6 @@ template <int N>
 __device__ __forceinline__ void warpgroup_mma_tf32(float (&sums)[N / 2], const unsigned (&a)[4], unsigned long long b,
                                                    bool accumulate);
 
-// Call after the wait for whatever computed `sums`: the compiler takes them for complete as soon as the instruction is issued.
-template <int COUNT>
-__device__ __forceinline__ void warpgroup_results(float (&sums)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(sums[i])::"memory");
-}
-
 #define FIRST_REGISTERS_32                                                                                                   \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
     "%26, %27, %28, %29, %30, %31"

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from ... import jit
-from ...conv2d import VARIANTS, Conv2dPair, Conv2dProblem, choose
+from ...conv2d import VARIANTS, Conv2dPair, Conv2dProblem, choose, choose_shortcut
 from ...conv2d.back_to_back import BackToBackOperands, launch_back_to_back
 from ...conv2d.back_to_back_choice import BackToBackChoice, choose_back_to_back
 from ...conv2d.stem_choice import STEM_LAUNCHES, choose_stem
 from ...conv2d.variants import NULL, Filter, Operands
+from ...conv2d.variants import Shortcut as ShortcutOperands
 from .. import checks
-from ..base import Ops, Pair, back_to_back_by_parts, stem_by_parts
+from ..base import Ops, Pair, Shortcut, back_to_back_by_parts, shortcut_by_parts, stem_by_parts
 from ..linear_problem import linear_problem
 from . import forms
 from .arrays import THREADS
@@ -43,6 +44,7 @@ class Convolutions(Layouts):
         dilation: Pair = 1,
         groups: int = 1,
         residual: Any = None,
+        shortcut: Shortcut | None = None,
         relu: bool = False,
         overwrite_residual: bool = False,
     ) -> "cupy.ndarray":
@@ -52,15 +54,32 @@ class Convolutions(Layouts):
             bias = None if bias is None else self._float32("conv2d", "bias", bias, x)
             residual = None if residual is None else self._activation("conv2d", "residual", residual, x)
             geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-            problem = checks.conv2d(x, filter.weight, bias, residual=residual, precision=self.precision, **geometry)
+            second, arrays = self._shortcut(shortcut, x)
+            problem = checks.conv2d(
+                x, filter.weight, bias, residual=residual, shortcut=arrays, precision=self.precision, **geometry
+            )
             device = describe_device(x.device.id)
+            if second is not None:
+                fused, _ = choose_shortcut(problem, device, self.kernel, spread_nan=self.spread_nan)
+                if not fused:
+                    two = second.x, second.filter, problem.shortcut_stride
+                    return shortcut_by_parts(cast(Ops, self), x, filter, bias, two, relu=relu, **geometry)
             choice = choose(problem, device, self.kernel, self.strict, spread_nan=self.spread_nan)
             # Every kernel has read an element of the residual before it writes that of the output, and no other one.
             y = self._output("conv2d", problem.output_shape, residual if overwrite_residual else None)
             if y.size:
-                operands = Operands(x, filter, bias, residual, y, relu)
+                operands = Operands(x, filter, bias, residual, y, relu, second)
                 VARIANTS[choice.variant].launch(problem, operands, choice.config)
             return y
+
+    def _shortcut(self, shortcut: Shortcut | None, x: Any) -> tuple[ShortcutOperands | None, Any]:
+        """Returns a shortcut as kernels and as `checks` take it."""
+        if shortcut is None:
+            return None, None
+        x0, weight0, stride0 = shortcut
+        x0 = self._activation("conv2d", "the shortcut's x", x0, x)
+        filter = self._filter("conv2d", weight0, x)
+        return ShortcutOperands(x0, filter), (x0, filter.weight, stride0)
 
     def fuses_back_to_back(
         self,

@@ -1,0 +1,249 @@
+"""conv2d_wgmma_b2b without a GPU: what it solves, what the kernel's file and the launch must agree on, and the launch
+itself with stand-ins for CuPy and for the maps (what it computes: test_back_to_back_run)."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from wgmma_support import STATIC_SHARED, Gpus, assert_constants, collected_launches, parameters, two_gpus
+
+from cupy_resnet.conv2d import H100, Conv2dProblem, back_to_back, tensor_maps
+from cupy_resnet.conv2d.back_to_back import (
+    BackToBackConfig,
+    BackToBackOperands,
+    back_to_back_candidates,
+    back_to_back_problem,
+    configurations,
+    launch_back_to_back,
+    supports_back_to_back,
+)
+from cupy_resnet.conv2d.params import conv2d_params
+from cupy_resnet.conv2d.variants import NULL, Filter
+from cupy_resnet.jit import compile_kernel, list_kernels
+from cupy_resnet.jit.sources import find_kernel, load_program
+from cupy_resnet.kernels import configurations as forms_of
+
+NAME = back_to_back.name
+CONFIGS = configurations()
+PLAIN = Conv2dProblem(N=2, H=14, W=14, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, precision="fp16")
+
+CHANNELS = "needs 64, 128 or 256 channels between the two and a multiple of 128 behind them"
+
+# What it solves ---------------------------------------------------------------------------------------------------
+
+
+def test_the_second_convolution_is_pointwise_on_what_the_first_computes() -> None:
+    first = replace(PLAIN, H=15, W=9, stride_h=2, stride_w=1)
+    second = back_to_back_problem(first, 256)
+    assert second.input_shape == first.output_shape
+    assert second.output_shape == (2, 8, 9, 256)
+    assert second.is_pointwise
+    assert second.precision == "fp16"
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"C": 192, "K": 128}, {"K": 256, "stride_h": 2}, {"R": 1, "S": 1, "dilation_w": 2}]
+)
+@pytest.mark.parametrize("K", [128, 256, 2048])
+def test_it_solves_bottlenecks(precision: str, changes: dict[str, int], K: int) -> None:
+    first = replace(PLAIN, precision=precision, **changes)
+    second = back_to_back_problem(first, K)
+    assert supports_back_to_back(first, second, H100) == (True, "")
+    candidates = back_to_back_candidates(first, second, H100)
+    assert [(c.precision, c.mid_channels, c.tile_m) for c in candidates] == [(precision, first.K, m) for m in (128, 64)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "K", "why_not"),
+    [
+        ({"precision": "tf32"}, 256, "computes in fp16 or bf16, not in tf32"),
+        ({"C": 96}, 256, "needs C a multiple of 64 and K of 8, not 96 and 64"),
+        ({"groups": 2}, 256, "needs groups 1, not 2"),
+        ({"stride_h": 9}, 256, "needs strides up to 8, not 9×1"),
+        ({"K": 512}, 256, f"{CHANNELS}, not 512 and 256"),
+        ({}, 192, f"{CHANNELS}, not 64 and 192"),
+        ({"N": 2**24}, 256, "output pixels N·P·Q = 3288335360 exceeds 2^31 − 1"),
+    ],
+)  # fmt: skip
+def test_what_it_does_not_solve(changes: dict[str, Any], K: int, why_not: str) -> None:
+    first = replace(PLAIN, **changes)
+    second = back_to_back_problem(first, K)
+    assert supports_back_to_back(first, second, H100) == (False, why_not)
+    assert not back_to_back_candidates(first, second, H100)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"R": 3, "pad_h": 1}, {"stride_w": 2}, {"H": 13}, {"C": 128}, {"precision": "bf16"}]
+)
+def test_the_second_must_be_pointwise_behind_the_first(changes: dict[str, Any]) -> None:
+    second = replace(back_to_back_problem(PLAIN, 256), **changes)
+    supported, why_not = supports_back_to_back(PLAIN, second, H100)
+    assert not supported
+    assert why_not == "needs a second convolution of 1×1, stride 1, padding 0, groups 1 behind the first"
+
+
+def test_it_needs_compute_capability_9_0() -> None:
+    device = replace(H100, name="A100", compute_capability=(8, 0))
+    supported, why_not = supports_back_to_back(PLAIN, back_to_back_problem(PLAIN, 256), device)
+    assert (supported, why_not) == (False, "needs compute capability 9.0, A100 has 8.0")
+
+
+# What the kernel's file and the launch agree on -------------------------------------------------------------------
+
+
+def test_it_is_compiled_in_every_form_for_nothing_but_sm_90a() -> None:
+    (kernel,) = [kernel for kernel in list_kernels() if kernel.name == NAME]
+    assert forms_of(NAME) == [config.defines() for config in CONFIGS]
+    assert len(set(CONFIGS)) == len(CONFIGS)
+    for defines in ({}, *forms_of(NAME)):
+        assert kernel.min_arch_of(defines) == "sm_90a"
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.precision} {config}")
+def test_the_launch_agrees_with_the_kernels_constants(config: BackToBackConfig) -> None:
+    """By NVRTC, which is given the kernel's declarations with assertions in place of the kernel."""
+    pytest.importorskip("cupy")
+    fixed: dict[str, Any] = {
+        "THREADS": config.threads,
+        "CONSUMERS": config.consumers,
+        "ROW_BYTES": config.ROW_BYTES,
+        "SLICE": config.SLICE,
+        "2 * SLICE": config.COLUMNS,
+        "PIXEL_STAGES * PIXEL_BYTES + FILTER_STAGES * FILTER_BYTES": config.shared_memory,
+        "MIDDLE / SLICE * SECOND_BOX_BYTES": "FILTER_BYTES",
+        "CONSUMERS * CONSUMER_BYTES": "PIXEL_BYTES",
+        "sizeof(TensorMap)": tensor_maps.BYTES,
+        "CONSUMER_BYTES % 1024": 0,  # where a box begins, the swizzle begins anew
+        "SECOND_BOX_BYTES % 1024": 0,
+        "FILTER_BYTES % 1024": 0,
+    }
+    assert_constants(NAME, config.defines(), fixed, f"sizeof(Barriers) <= {STATIC_SHARED}")
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.precision} {config}")
+def test_a_block_fits_an_h100_and_has_no_room_for_more_pixels(config: BackToBackConfig) -> None:
+    used = config.shared_memory + STATIC_SHARED
+    assert used <= H100.shared_memory_per_block
+    assert H100.shared_memory_per_block < used + config.tile_m * config.ROW_BYTES
+    assert config.mid_channels <= 256  # rows of a box
+    assert min(config.pixel_stages, config.filter_stages) >= 4  # two that are multiplied, two on their way
+
+
+def test_filters_of_the_narrowest_bottleneck_stay() -> None:
+    steps = 9 * PLAIN.C // 64 + 4 * PLAIN.K // 64
+    for config in CONFIGS:
+        assert (config.filter_stages >= steps) == (config.mid_channels == 64)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[BackToBackConfig, Any]:
+    pytest.importorskip("cupy")
+    return {config: compile_kernel(NAME, defines=config.defines(), arch="sm_90a") for config in CONFIGS}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.precision} {config}")
+def test_the_compiler_lets_instructions_overlap(
+    compiled: dict[BackToBackConfig, Any], config: BackToBackConfig
+) -> None:
+    """It says so where it waits for each of them, which costs half of the speed."""
+    log = compiled[config].entry.log
+    assert "serialized" not in log
+    assert "injected" not in log
+    assert "spill" in log
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.precision} {config}")
+def test_a_block_has_the_registers_that_its_warpgroups_share(
+    compiled: dict[BackToBackConfig, Any], config: BackToBackConfig
+) -> None:
+    used = compiled[config].resources[NAME]
+    assert not used.spills
+    assert used.shared_memory <= STATIC_SHARED
+    assert used.registers * config.threads <= 65536
+    if config.consumers == 2:  # one consumer has enough, and nothing is given back
+        text = load_program(find_kernel(NAME)).text
+        ways = (re.findall(rf"setmaxnreg\.{way}\.sync\.aligned\.u32 (\d+);", text) for way in ("dec", "inc"))
+        (producer,), (consumer,) = ways
+        assert int(producer) < used.registers < int(consumer)
+        assert 128 * (int(producer) + 2 * int(consumer)) <= used.registers * config.threads
+
+
+# The launch ---------------------------------------------------------------------------------------------------------
+
+MAPS = ["pixels", "first_filters", "second_filters", "residuals", "outputs"]
+PARAMETERS = [*MAPS, "first_bias", "second_bias", "first", "second"]
+
+
+def test_the_kernel_takes_its_parameters_in_the_launches_order() -> None:
+    declared = parameters(NAME)
+    assert [parameter.split()[-1].lstrip("*") for parameter in declared] == PARAMETERS
+    maps = [parameter for parameter in declared if "TensorMap" in parameter]
+    assert len(maps) == len(MAPS)
+    assert all(re.match(r"const __grid_constant__ TensorMap \w+$", parameter) for parameter in maps)
+    assert load_program(find_kernel(NAME)).text.count("wait_for_earlier_kernels();") == 1
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
+    with two_gpus(monkeypatch) as fake:
+        yield fake
+
+
+@pytest.fixture
+def launches(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    return collected_launches(monkeypatch, back_to_back, ("im2col_map", "matrix_map"))
+
+
+def named_operands(biases: tuple[Any, Any], relus: tuple[bool, bool]) -> BackToBackOperands:
+    """Operands that are names."""
+    filters: Any = (Filter("first"), Filter("second"))  # type: ignore[arg-type]
+    x, residual, y = "x", "residual", "y"
+    return BackToBackOperands(x, filters, biases, residual, y, relus)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.precision} {config}")
+@pytest.mark.parametrize("biases", [("a", "b"), (None, "b"), ("a", None)])
+@pytest.mark.parametrize("relus", [(True, True), (False, True), (True, False)])
+def test_the_launch(
+    launches: list[tuple[Any, ...]], config: BackToBackConfig, biases: tuple[Any, Any], relus: tuple[bool, bool]
+) -> None:
+    first = replace(PLAIN, C=128, K=config.mid_channels, S=2, stride_h=2, precision=config.precision)
+    second = back_to_back_problem(first, 384)
+    launch_back_to_back(first, second, named_operands(biases, relus), config)
+    ((kernel, _, block, arguments, options),) = launches
+    assert kernel == (NAME, config.defines())
+    assert block == (config.threads,)
+    assert options == {"shared": config.shared_memory, "waits": True}
+    given = dict(zip(PARAMETERS, arguments, strict=True))
+    assert given["pixels"] == ("im2col_map", first, "x", config.tile_m)
+    assert given["first_filters"] == ("matrix_map", first, "first", 3 * 2 * 128, config.mid_channels)
+    assert given["second_filters"] == ("matrix_map", second, "second", config.mid_channels, 64)
+    assert given["residuals"] == ("matrix_map", second, "residual", 384, config.tile_m)
+    assert given["outputs"] == ("matrix_map", second, "y", 384, 64)
+    assert (given["first_bias"], given["second_bias"]) == tuple(NULL if bias is None else bias for bias in biases)
+    assert given["first"] is conv2d_params(first, relus[0])
+    assert given["second"] is conv2d_params(second, relus[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "tiles"), [({}, (4, 7)), ({"N": 1, "H": 1, "W": 1}, (1, 1)), ({"N": 256, "H": 56, "W": 56}, None)]
+)
+@pytest.mark.parametrize(("gpu", "multiprocessors"), [(0, 132), (1, 78)])
+def test_a_block_per_tile_or_per_multiprocessor(
+    launches: list[tuple[Any, ...]],
+    gpus: Gpus,
+    changes: dict[str, int],
+    tiles: tuple[int, ...] | None,
+    gpu: int,
+    multiprocessors: int,
+) -> None:
+    gpus.current = gpu
+    first = replace(PLAIN, **changes)
+    second = back_to_back_problem(first, 256)
+    for config in back_to_back_candidates(first, second, H100):
+        launch_back_to_back(first, second, named_operands(("a", "b"), (True, True)), config)
+    grids = tuple(grid[0] for _, grid, *_ in launches)
+    assert grids == (tiles or (multiprocessors,) * 2)

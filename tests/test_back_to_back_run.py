@@ -1,0 +1,146 @@
+"""What conv2d_wgmma_b2b computes: its own text, run on the host in many orders (see `back_to_back_host`)."""
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from back_to_back_host import host_source, run
+from helpers import ConvCase, torch_conv2d
+from wgmma_host import build
+
+from cupy_resnet.conv2d import Conv2dProblem
+from cupy_resnet.conv2d.back_to_back import back_to_back_problem, configurations
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+PLAIN = Conv2dProblem(N=3, H=9, W=7, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, precision="bf16")
+SHAPES = {
+    "3×3": (PLAIN, 256),
+    "few columns": (PLAIN, 128),
+    "1×1": (replace(PLAIN, R=1, S=1, pad_h=0, pad_w=0), 384),
+    "one slice, many tiles": (replace(PLAIN, R=1, S=1, pad_h=0, pad_w=0, N=9), 128),
+    "uneven strides": (replace(PLAIN, stride_h=2, stride_w=3, N=11), 128),
+    "dilation": (replace(PLAIN, dilation_h=2, pad_w=2, N=5), 128),
+    "one pixel": (replace(PLAIN, N=1, H=1, W=1), 256),
+    "large padding": (replace(PLAIN, N=2, H=3, W=5, pad_h=4, pad_w=3, C=128), 128),
+    "full tiles": (replace(PLAIN, N=2, H=8, W=16), 256),
+}
+FORMS = {
+    f"{config.tile_m}x{config.mid_channels}": config.defines()
+    for config in configurations()
+    if config.precision == "bf16"
+}
+FORMS["few_stages"] = {**FORMS["128x64"], "PIXEL_STAGES": 2, "FILTER_STAGES": 2}
+FORMS["few_filters"] = {**FORMS["128x64"], "PIXEL_STAGES": 5, "FILTER_STAGES": 3}
+FORMS["few_pixels"] = {**FORMS["64x128"], "PIXEL_STAGES": 2, "FILTER_STAGES": 7}
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    assert COMPILER is not None
+    folder = tmp_path_factory.mktemp("host")
+    return {name: build(COMPILER, folder, host_source(), name, defines) for name, defines in FORMS.items()}
+
+
+def drawn(first: Conv2dProblem, second: Conv2dProblem, seed: int) -> dict[str, np.ndarray]:
+    """Integers: few of the second filter, so that most sums have the 8 bits of a bfloat16."""
+    generator = np.random.default_rng(seed)
+
+    def integers(most: int, shape: tuple[int, ...]) -> np.ndarray:
+        return generator.integers(-most, most + 1, shape).astype(np.float32)
+
+    few = generator.random(second.filter_shape) < 8 / first.K
+    return {
+        "x": integers(1, first.input_shape),
+        "first": integers(1, first.filter_shape),
+        "second": integers(1, second.filter_shape) * few,
+        "first_bias": integers(9, (first.K,)),
+        "second_bias": integers(9, (second.K,)),
+        "residual": integers(99, second.output_shape),
+    }
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """Rounded to nearest even, as float32."""
+    bits = values.view(np.uint32)
+    odd = bits >> np.uint32(16) & np.uint32(1)
+    return ((bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def convolution(
+    problem: Conv2dProblem,
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    residual: np.ndarray | None,
+    relu: bool,
+) -> np.ndarray:
+    given = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+    return to_bfloat16(torch_conv2d(given, ConvCase(problem, relu=relu).arguments))
+
+
+def is_right(program: Path, first: Conv2dProblem, K: int, seed: int) -> bool:
+    draw = random.Random(seed)
+    second = back_to_back_problem(first, K)
+    arrays = drawn(first, second, seed)
+    biases, in_place = draw.random() < 0.7, draw.random() < 0.5
+    relus = draw.choice([(True, True), (True, True), (False, True), (True, False)])
+    first_bias, second_bias = (arrays[name] if biases else None for name in ("first_bias", "second_bias"))
+    middle = convolution(first, arrays["x"], arrays["first"], first_bias, None, relus[0])
+    expected = convolution(second, middle, arrays["second"], second_bias, arrays["residual"], relus[1])
+    options = {"biases": biases, "in_place": in_place, "relus": relus}
+    y = run(program, first, second, arrays, seed=seed, grid=draw.choice([1, 2, 5]), **options)
+    return not isinstance(y, str) and np.array_equal(y, expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_exact_on_integers(programs: dict[str, Path], shape: str, form: str) -> None:
+    first, K = SHAPES[shape]
+    first = replace(first, K=int(FORMS[form]["MIDDLE"]))
+    assert is_right(programs[form], first, K, seed=list(SHAPES).index(shape) + list(FORMS).index(form))
+
+
+MISTAKES = {
+    "the input is not waited for": ("            wait_until_full(barriers.pixels, pixel);\n            const", "            const"),
+    "the first filter is not waited for": ("            wait_until_full(barriers.filters, filter);\n", ""),
+    "the second filter is not waited for": ("        wait_until_full(barriers.filters, filter);\n        const", "        const"),
+    "the residual is not waited for": ("        wait_until_full(barriers.pixels, pixel);\n        unsigned", "        unsigned"),
+    "the sums are not waited for": ("warpgroup_wait<PENDING>();", "warpgroup_wait<PENDING + 1>();"),
+    "a slice is given back before it has been read": ("warpgroup_wait<1>();", "warpgroup_wait<2>();"),
+    "one consumer gives back for both": ("barriers.pixels.empty[i]), CONSUMERS);", "barriers.pixels.empty[i]), 1);"),
+    "the producer does not wait": ("barrier_wait(shared_address(&ring.empty[place.stage]), place.parity);", ""),
+    "a stage is filled while it is stored from": ("store_wait<PENDING>();", ""),
+    "the last stage stored from is kept": ("if (slice == 0 && elected) release_stored<0>();", ""),
+    "a stage is never given back": ("stored = pixel.stage;", "stored = -1;"),
+    "the wrong filter is given back": ("FILTER_STAGES - 1 - PENDING)", "FILTER_STAGES - 2 + PENDING)"),
+    "stored before all have written": ("        consumer_sync(number);\n", ""),
+    "stored before it is visible": ("written_for_storing();", ""),
+    "the last is not stored": ("if (consumer.elected) store_wait<0>();", ""),
+    "rows are not swizzled": ("(lane / 16 ^ lane % 8) * 16", "lane / 16 * 16"),
+    "columns of the middle are exchanged": ("middle[step][j] =", "middle[step][1 - j] ="),
+    "rows of the middle are exchanged": ("upper | static_cast<unsigned long long>(lower)", "lower | static_cast<unsigned long long>(upper)"),
+    "the wrong slice of the second filter": ("step / STEPS * SECOND_BOX_BYTES", "0 * SECOND_BOX_BYTES"),
+    "the other consumer's rows are stored": ("k, m0 + number * 64);", "k, m0);"),
+    "resident filters are fetched again": ("!work.resident || tile == blockIdx.x", "true"),
+    "resident filters are looked for further on": ("if (work.resident) consumer.filter = {0, 0};", ""),
+    "the first's ReLU is the second's": ("first_bias, first_floor", "first_bias, second_floor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(tmp_path: Path, mistake: str) -> None:
+    """So that what is found right means something."""
+    assert COMPILER is not None
+    right, wrong = MISTAKES[mistake]
+    source = host_source()
+    assert source.count(right) == 1, mistake
+    resident, wide = FORMS["128x64"], FORMS["128x128"]
+    defines = resident if "resident" in mistake else {**wide, "PIXEL_STAGES": 3, "FILTER_STAGES": 3}
+    program = build(COMPILER, tmp_path, source.replace(right, wrong), "wrong", defines)
+    cases = [(replace(first, K=int(defines["MIDDLE"])), K) for first, K in SHAPES.values()]
+    assert not all(is_right(program, first, K, seed) for seed in range(4) for first, K in cases)

@@ -1,0 +1,108 @@
+"""conv2d_wgmma.cu's producer as a program of the host, in TF32: what it asks for is multiplied as it comes.
+
+Its own text walks the tiles of all blocks, one after the other. The consumers' part, the barriers and the order of events
+are not here: every slice is there at once, and each product of `slices` of them, the kernel's own number, is a tile.
+"""
+
+import re
+
+import numpy as np
+from wgmma_host import IM2COL
+
+from cupy_resnet.jit.sources import find_kernel
+
+HOST = r"""
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+#define __device__
+#define __forceinline__ inline
+struct Index { int x; } blockIdx, gridDim, threadIdx;
+struct TensorMap { int id; };
+enum { PIXELS, FILTERS, SHORTCUT_PIXELS, SHORTCUT_FILTERS };
+[[noreturn]] void fail(const char* what) { fprintf(stderr, "%s\n", what); _Exit(1); }
+unsigned shared_address(const void*) { return 0; }
+void barrier_wait(unsigned, int) {}
+void barrier_arrive_expecting(unsigned, int bytes);
+void fetch_im2col(unsigned, const TensorMap&, unsigned, int, int, int, int, int, int);
+void fetch_box(unsigned, const TensorMap&, unsigned, int, int);
+void prefetch_box(const TensorMap&, int, int) {}
+"""
+
+MAIN = r"""
+Conv2dParams params, alone;  // alone: the shortcut as a convolution of its own
+std::vector<float> x, weight, shortcut_x, shortcut_weight, y, pixels, sums;
+int taken, turn;  // slices and tiles of this block
+
+int slices_of(const Conv2dParams& params) { return SLICES; }
+int tiles_n() { return (params.K + TILE_N - 1) / TILE_N; }
+
+void barrier_arrive_expecting(unsigned, int bytes) {
+    if (bytes != STAGE_BYTES) fail("a slice is expected to be of another size");
+}
+void fetch_im2col(unsigned place, const TensorMap& map, unsigned, int c, int w, int h, int n, int s, int r) {
+    if (map.id % 2 != PIXELS) fail("these are no pixels");
+    if (place != (turn * slices_of(params) + taken) % NUM_STAGES * STAGE_BYTES) fail("this is another stage's place");
+    const bool first = map.id == PIXELS;
+    if (c < 0 || c + 32 > (first ? params.C : alone.C)) fail("there are no such channels");
+    pixels = im2col_rows(first ? params : alone, first ? x : shortcut_x, TILE_M, c, w, h, n, s, r);
+}
+void fetch_box(unsigned place, const TensorMap& map, unsigned, int column, int first) {
+    if (map.id % 2 != FILTERS) fail("these are no filters");
+    const int tile = blockIdx.x + turn * gridDim.x, m0 = tile / tiles_n() * TILE_M, n0 = tile % tiles_n() * TILE_N;
+    if (first != n0) fail("these are another tile's filters");
+    const auto& of = map.id == FILTERS ? weight : shortcut_weight;
+    const int depth = map.id == FILTERS ? params.gemm_k : alone.C;
+    if (column < 0 || column + 32 > depth) fail("there is no such depth");
+    const std::vector<float> filters = filter_rows(of, TILE_N, first, params.K, depth, column);
+    if (taken == 0) sums.assign(TILE_M * TILE_N, 0.0f);
+    for (int m = 0; m < TILE_M; ++m) {
+        for (int k = 0; k < TILE_N; ++k) {
+            for (int i = 0; i < 32; ++i) sums[m * TILE_N + k] += pixels[m * 32 + i] * filters[k * 32 + i];
+        }
+    }
+    if (++taken < slices_of(params)) return;
+    for (int m = 0; m < TILE_M && m0 + m < params.gemm_m; ++m) {
+        for (int k = 0; k < TILE_N && n0 + k < params.K; ++k) y[long(m0 + m) * params.K + n0 + k] = sums[m * TILE_N + k];
+    }
+    taken = 0, ++turn;
+}
+int main() {
+    int head[3];
+    if (fread(head, 4, 3, stdin) != 3 || fread(&params, sizeof params, 1, stdin) != 1) return 2;
+    alone = params;
+    alone.C = params.shortcut_channels, alone.H = head[1], alone.W = head[2], alone.pad_h = alone.pad_w = 0;
+    alone.stride_h = alone.stride_w = params.shortcut_stride;
+    read(x, long(params.N) * params.H * params.W * params.C), read(weight, long(params.K) * params.gemm_k);
+    read(shortcut_x, long(params.N) * alone.H * alone.W * alone.C), read(shortcut_weight, long(params.K) * alone.C);
+    y.assign(long(params.gemm_m) * params.K, NAN_FLOAT);
+    static Barriers barriers;
+    const TensorMap maps[] = {{PIXELS}, {FILTERS}, {SHORTCUT_PIXELS}, {SHORTCUT_FILTERS}};
+    gridDim.x = head[0];
+    for (blockIdx.x = 0; blockIdx.x < head[0]; ++blockIdx.x) {
+        taken = turn = 0;
+        produce({maps[0], maps[1]}, {maps[2], maps[3]}, nullptr, barriers, 0, params,
+                (params.gemm_m + TILE_M - 1) / TILE_M * tiles_n(), tiles_n());
+        if (taken) fail("a tile's slices are not all there");
+    }
+    fwrite(y.data(), 4, y.size(), stdout);
+}
+"""
+
+
+def host_source() -> str:
+    """The program's text."""
+    path = find_kernel("conv2d_wgmma").path
+    kernel = path.read_text(encoding="utf-8")
+    (slices,) = re.findall(r"const int slices = (.*?);", kernel, re.DOTALL)
+    declarations = re.sub(r'#include "[^"]+"', "", kernel[: kernel.index("// The products of one tile")])
+    params = (path.parent / "include" / "conv2d_params.cuh").read_text(encoding="utf-8")
+    memory = (path.parent / "include" / "tensor_memory.cuh").read_text(encoding="utf-8")
+    (place,) = re.findall(r"^struct Place \{.*?^\};", memory, re.DOTALL | re.MULTILINE)
+    main = MAIN.replace("SLICES;", f"{slices};").replace("NAN_FLOAT", '__builtin_nanf("")')
+    return "\n".join([HOST, params.replace("#pragma once", ""), place, declarations, IM2COL, main])
+
+
+def tensors(arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """What the program reads, of arrays by name."""
+    return [arrays[name] for name in ("x", "weight", "x0", "weight0")]
