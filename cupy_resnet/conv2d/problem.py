@@ -219,31 +219,67 @@ class Conv2dProblem:
 
 @dataclass(frozen=True)
 class Conv2dPair:
-    """Two convolutions in a row: any one with a ReLU behind it, and a 1×1 on what that gives.
+    """Two convolutions in a row, as at the end of a ResNet's bottleneck, and perhaps the one that comes after them.
+
+    The first is any one with a ReLU behind it, the second a 1×1 on what that gives, with a residual or a shortcut and a
+    ReLU. The one that *follows* is a 1×1 on the second's output, with a ReLU: the beginning of the next block.
 
     Args:
         first: the convolution that reads the input.
         K: output channels of the second.
+        shortcut_channels, shortcut_stride: of the second's shortcut, as of a `Conv2dProblem`; without one it has a
+            residual.
+        following: output channels of the one that follows, or 0: there is none.
 
     Raises:
-        ValueError: `K` is less than one.
+        ValueError: sizes that no convolution can have.
     """
 
     first: Conv2dProblem
     K: int
+    shortcut_channels: int = 0
+    shortcut_stride: int = 1
+    following: int = 0
 
     def __post_init__(self) -> None:
-        _ = self.second  # checks K
+        _ = self.second  # checks the sizes
+        if self.following < 0:
+            raise ValueError(f"conv2d_back_to_back: following must not be negative, got {self.following}")
 
     @property
     def second(self) -> Conv2dProblem:
-        """The 1×1 convolution."""
+        """The 1×1 convolution behind the first."""
         first = self.first
-        return Conv2dProblem(N=first.N, H=first.P, W=first.Q, C=first.K, K=self.K, R=1, S=1, precision=first.precision)
+        return Conv2dProblem(
+            N=first.N,
+            H=first.P,
+            W=first.Q,
+            C=first.K,
+            K=self.K,
+            R=1,
+            S=1,
+            precision=first.precision,
+            shortcut_channels=self.shortcut_channels,
+            shortcut_stride=self.shortcut_stride,
+        )
 
     @property
-    def parts(self) -> tuple[Conv2dProblem, Conv2dProblem]:
-        return self.first, self.second
+    def third(self) -> Conv2dProblem | None:
+        """The 1×1 convolution that follows, if any."""
+        if not self.following:
+            return None
+        N, P, Q, K = self.output_shape
+        return Conv2dProblem(N=N, H=P, W=Q, C=K, K=self.following, R=1, S=1, precision=self.precision)
+
+    @property
+    def parts(self) -> tuple[Conv2dProblem, ...]:
+        """All convolutions, in order."""
+        third = self.third
+        return (self.first, self.second) if third is None else (self.first, self.second, third)
+
+    def without_following(self) -> "Conv2dPair":
+        """The first two alone."""
+        return replace(self, following=0)
 
     @property
     def N(self) -> int:  # noqa: N802
@@ -255,22 +291,33 @@ class Conv2dPair:
 
     @property
     def output_shape(self) -> tuple[int, int, int, int]:
+        """Of the second."""
         return self.second.output_shape
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of both."""
-        return self.first.flops + self.second.flops
+        """Floating-point operations of all."""
+        return sum(part.flops for part in self.parts)
 
     @property
     def bytes(self) -> int:
-        """The fewest bytes to move, where what is between the two is never stored."""
-        between = self.first.gemm_m * self.first.K * self.first.arithmetic.element_size
-        return self.first.bytes + self.second.bytes - 2 * between
+        """The fewest bytes to move, where what is between the first two is never stored, and what the second gives is
+        not read again. A residual is not counted.
+        """
+        first, second = self.first, self.second
+        again = [2 * first.gemm_m * first.K, second.gemm_m * second.K if self.following else 0]
+        return sum(part.bytes for part in self.parts) - first.arithmetic.element_size * sum(again)
 
     def __str__(self) -> str:
         precision = "" if self.precision == "fp32" else f", {self.precision}"
-        return f"{str(self.first).removesuffix(precision)}; → {self.K}, 1×1{precision}"
+        text = f"{str(self.first).removesuffix(precision)}; → {self.K}, 1×1"
+        if self.shortcut_channels:
+            text += f", plus 1×1 of {self.shortcut_channels} channels"
+            if self.shortcut_stride != 1:
+                text += f", stride {self.shortcut_stride}"
+        if self.following:
+            text += f"; → {self.following}, 1×1"
+        return text + precision
 
 
 Problem = Conv2dProblem | Conv2dPair
