@@ -97,8 +97,8 @@ struct Maps {
 
 // What both sides know of the block's work.
 struct Work {
-    int tiles, slices;   // of the output; of the first product's depth
-    bool resident;       // both filters have room as a whole: they are fetched once
+    int tiles, slices;         // of the output; of the first product's depth
+    bool resident;             // both filters have room as a whole: they are fetched once
     unsigned pixels, filters;  // where the stages begin
 
     __device__ __forceinline__ Work(const Conv2dParams& first, const Conv2dParams& second, unsigned shared)
@@ -205,7 +205,8 @@ struct Consumer {
     }
 
     // Begins the products of all MIDDLE channels with SLICE filters of the second convolution.
-    __device__ __forceinline__ void begin_second(float (&sums)[SLICE / 2], const unsigned long long (&middle)[MIDDLE / STEP][2]) {
+    __device__ __forceinline__ void begin_second(float (&sums)[SLICE / 2],
+                                                 const unsigned long long (&middle)[MIDDLE / STEP][2]) {
         wait_until_full(barriers.filters, filter);
         const unsigned long long b = operand(work.filter_stage(filter.stage));
         warpgroup_fence();
@@ -218,9 +219,10 @@ struct Consumer {
         filter.advance(1, FILTER_STAGES);
     }
 
-    // Waits for the products that were begun, but for the PENDING newest, and finishes columns k … k + SLICE − 1 of the output:
-    // bias, residual and ReLU. The results take the residual's place and begin to be stored.
-    // Of 16 × 16 elements lanes 8i … 8i + 7 know where the rows of matrix i begin: i % 2 the lower rows, i / 2 the right columns.
+    // Waits for the products that were begun, but for the PENDING newest, and finishes columns k … k + SLICE − 1 of the
+    // output: bias, residual and ReLU. The results take the residual's place and begin to be stored.
+    // Of 16 × 16 elements lanes 8i … 8i + 7 know where the rows of matrix i begin: i % 2 tells lower ones, i / 2 those to the
+    // right.
     template <int PENDING>
     __device__ __forceinline__ void end_second(float (&sums)[SLICE / 2], int k, int m0, const float* bias, unsigned floor) {
         float2 biases[SLICE / 8];
@@ -240,8 +242,9 @@ struct Consumer {
             for (int i = 0; i < 4; ++i) {
                 const int block = j * 2 + i / 2;
                 const float* const pair = sums + block * 4 + i % 2 * 2;
-                const float low = pair[0] + biases[block].x + to_float(ELEMENT{static_cast<unsigned short>(words[j][i])});
-                const float high = pair[1] + biases[block].y + to_float(ELEMENT{static_cast<unsigned short>(words[j][i] >> 16)});
+                const unsigned word = words[j][i];
+                const float low = pair[0] + biases[block].x + to_float(ELEMENT{static_cast<unsigned short>(word)});
+                const float high = pair[1] + biases[block].y + to_float(ELEMENT{static_cast<unsigned short>(word >> 16)});
                 words[j][i] = finished_pair(low, high, floor);
             }
             store_matrices(corner ^ j * 32, words[j]);

@@ -62,7 +62,7 @@ struct Multiplier {
     long computed = 0;
     long synced = 0;  // arrivals
 };
-struct Collective { unsigned addresses[32]; int arrived = 0; };
+struct Collective { unsigned addresses[32]; int arrived; };
 struct Routine {
     ucontext_t context;
     int thread;
@@ -130,11 +130,7 @@ void barrier_arrive(unsigned address) { arrive(barriers_at.at(address)); }
 void barrier_arrive_expecting(unsigned address, int bytes) {
     barriers_at.at(address).bytes += bytes, barrier_arrive(address);
 }
-void __syncthreads() {
-    ++at_sync, self().for_all = true;
-    rest();
-    self().for_all = false;
-}
+void __syncthreads() { ++at_sync, self().for_all = true, rest(), self().for_all = false; }
 void let_next_kernel_start() {}
 void wait_for_earlier_kernels() { self().waited = true; }
 

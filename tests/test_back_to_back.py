@@ -199,9 +199,9 @@ def launches(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...
 
 def named_operands(biases: tuple[Any, Any], relus: tuple[bool, bool]) -> BackToBackOperands:
     """Operands that are names."""
-    filters: Any = (Filter("first"), Filter("second"))  # type: ignore[arg-type]
-    x, residual, y = "x", "residual", "y"
-    return BackToBackOperands(x, filters, biases, residual, y, relus)  # type: ignore[arg-type]
+    filters: Any = (Filter("first"), Filter("second"))
+    arrays: Any = {"x": "x", "residual": "residual", "y": "y"}
+    return BackToBackOperands(filters=filters, biases=biases, relus=relus, **arrays)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.precision} {config}")
@@ -235,7 +235,7 @@ def test_the_launch(
 def test_a_block_per_tile_or_per_multiprocessor(
     launches: list[tuple[Any, ...]],
     gpus: Gpus,
-    changes: dict[str, int],
+    changes: dict[str, Any],
     tiles: tuple[int, ...] | None,
     gpu: int,
     multiprocessors: int,

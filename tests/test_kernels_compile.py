@@ -14,7 +14,16 @@ import pytest
 
 from cupy_resnet import environment, jit
 from cupy_resnet.conv2d import H100, VARIANTS, stem, stem_wgmma
-from cupy_resnet.conv2d.configs import IMPLICIT_GEMM, WGMMA, WGMMA_3XTF32, WGMMA_PATCH, WGMMA_SPLIT_K, WINOGRAD, Config
+from cupy_resnet.conv2d.configs import (
+    BACK_TO_BACK,
+    IMPLICIT_GEMM,
+    WGMMA,
+    WGMMA_3XTF32,
+    WGMMA_PATCH,
+    WGMMA_SPLIT_K,
+    WINOGRAD,
+    Config,
+)
 from cupy_resnet.errors import CompileError
 from cupy_resnet.jit import toolchain
 from cupy_resnet.jit.sources import find_kernel, load_program
@@ -187,6 +196,7 @@ def test_two_blocks_of_the_stem_on_wgmma_fit_and_have_the_registers_that_their_w
         ("conv2d_wgmma_split_k", WGMMA_SPLIT_K[0]),
         ("conv2d_wgmma_patch", WGMMA_PATCH[0]),
         ("conv2d_wgmma_3xtf32", WGMMA_3XTF32[0]),
+        ("conv2d_wgmma_b2b", BACK_TO_BACK[0]),
     ],
 )
 def test_wgmma_is_compiled_for_sm_90a_only(name: str, config: Config) -> None:

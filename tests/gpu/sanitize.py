@@ -23,6 +23,12 @@ import numpy as np
 import cupy_resnet
 from cupy_resnet import jit, networks
 from cupy_resnet.conv2d import PRECISIONS, VARIANTS, Conv2dProblem
+from cupy_resnet.conv2d.back_to_back import (
+    BackToBackOperands,
+    back_to_back_candidates,
+    back_to_back_problem,
+    launch_back_to_back,
+)
 from cupy_resnet.conv2d.stem import pooled_shape
 from cupy_resnet.conv2d.stem_choice import STEM_LAUNCHES
 from cupy_resnet.conv2d.stem_wgmma import supports_stem_wgmma
@@ -132,6 +138,25 @@ def launch_convolutions() -> None:
                 variant.launch(problem, Operands(x, filter, None, None, y, False), config)
 
 
+def launch_back_to_backs() -> None:
+    """The ends of bottlenecks in every form, tiles in part empty; the output beside the residual and in its place."""
+    import cupy
+
+    device = describe_device(cupy.cuda.runtime.getDevice())
+    for precision in ("fp16", "bf16"):
+        for K in (64, 128, 256):
+            first = replace(WIDE, K=K, N=3, precision=precision)
+            second = back_to_back_problem(first, 128)
+            storage = first.arithmetic.storage
+            x, residual = numbers(first.input_shape, storage), numbers(second.output_shape, storage)
+            filters = Filter(numbers(first.filter_shape, storage)), Filter(numbers(second.filter_shape, storage))
+            biases = numbers((K,), np.float32), numbers((128,), np.float32)
+            for config in back_to_back_candidates(first, second, device):
+                for y in (cupy.empty(second.output_shape, storage), residual):
+                    operands = BackToBackOperands(x, filters, biases, residual, y, (True, True))
+                    launch_back_to_back(first, second, operands, config)
+
+
 def launch_stems() -> None:
     """The stems' kernels in every precision, from every kind of pixels; tiles that the image does not fill."""
     import cupy
@@ -213,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"launched a kernel that {fault} must complain of")
         return 0
     launches = count_launches()
-    for step in (launch_convolutions, launch_stems, launch_operations, run_networks):
+    for step in (launch_convolutions, launch_back_to_backs, launch_stems, launch_operations, run_networks):
         step()
         cupy.cuda.Device().synchronize()
     for name, count in sorted(launches.items()):
