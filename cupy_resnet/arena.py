@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .binding import bind_shapes
-from .engines.base import Array, Ops
+from .engines.base import NONE_FUSED, Array, Fusions, Ops
 from .engines.shape_engine import ShapeArray, ShapeEngine
 from .networks import Network
 
@@ -42,9 +42,8 @@ class Lifetime(NamedTuple):
 class _Walk(ShapeEngine):
     """Notes each array that an operation would allocate, and when the last reference to it goes."""
 
-    def __init__(self, precision: str, fuses_back_to_back: Callable[..., bool]) -> None:
-        super().__init__(precision, fused_stem=True)
-        self._fuses_back_to_back = fuses_back_to_back
+    def __init__(self, precision: str, fusions: Fusions) -> None:
+        super().__init__(precision, fusions=fusions)
         self._sizes: list[int] = []
         self._ends: dict[int, int] = {}
         self._references: list[weakref.ref[ShapeArray]] = []
@@ -65,30 +64,29 @@ class _Walk(ShapeEngine):
 
     def conv2d(self, *arguments: Any, **options: Any) -> ShapeArray:
         """As the CUDA engine: the result takes its residual's memory where it may."""
+        before = len(self.records)
         y = super().conv2d(*arguments, **options)
-        residual: ShapeArray | None = options.get("residual")
-        return residual if residual is not None and options.get("overwrite_residual") else self.noted(y)
+        by_parts = len(self.records) > before + 1
+        return y if by_parts else self._placed(y, **options)
 
-    def fuses_back_to_back(self, *shapes: Any, **geometry: Any) -> bool:
-        return self._fuses_back_to_back(*shapes, **geometry)
-
-    def conv2d_back_to_back(self, *arguments: Any, **options: Any) -> ShapeArray:
+    def conv2d_back_to_back(self, *arguments: Any, **options: Any) -> tuple[ShapeArray, ShapeArray | None]:
         """As `conv2d`, where it is one kernel; what is between its convolutions lies nowhere then."""
-        y = super().conv2d_back_to_back(*arguments, **options)
-        if self.records[-1].pair is None:  # two, each noted by itself
-            return y
-        residual: ShapeArray = options["residual"]
-        return residual if options.get("overwrite_residual") else self.noted(y)
+        y, z = super().conv2d_back_to_back(*arguments, **options)
+        if self.records[-1].pair is None:  # by parts
+            return y, z
+        return self._placed(y, **options), None if z is None else self.noted(z)
+
+    def _placed(
+        self, y: ShapeArray, *, residual: ShapeArray | None = None, overwrite_residual: bool = False, **_: Any
+    ) -> ShapeArray:
+        return residual if residual is not None and overwrite_residual else self.noted(y)
 
     def _record(self, *arguments: Any, **options: Any) -> ShapeArray:
         return self.noted(super()._record(*arguments, **options))
 
 
 def foresee(
-    network: Network,
-    shape: tuple[int, ...],
-    precision: str,
-    fuses_back_to_back: Callable[..., bool] = lambda *shapes, **geometry: False,
+    network: Network, shape: tuple[int, ...], precision: str, fusions: Fusions = NONE_FUSED
 ) -> tuple[ShapeArray, list[Lifetime]]:
     """Tells which arrays the network's body makes and how long each is needed.
 
@@ -96,14 +94,14 @@ def foresee(
         network: a description or a bound network.
         shape: (N, H, W, in_channels) of the pixels.
         precision: the engine's.
-        fuses_back_to_back: the engine's, for it decides which arrays there are; by default one that never does.
+        fusions: likewise: they decide which arrays there are.
 
     Returns:
         What the body is given, and the arrays in the order in which they are made; that is the first of them.
     """
-    walk = _Walk(precision, fuses_back_to_back)
+    walk = _Walk(precision, fusions)
     network = bind_shapes(network, fuse=False)  # what is folded already stays so
-    given = network.front(ShapeEngine(precision, fused_stem=True), ShapeArray(shape))
+    given = network.front(ShapeEngine(precision, fusions=Fusions(stem=True)), ShapeArray(shape))
     given = ShapeArray(given.shape, dtype=walk.arithmetic.storage)
     # The body holds the only reference to its input, here as in `Arena.run`: its memory is free after the first block.
     results = network.body(walk, walk.noted(ShapeArray(given.shape, dtype=given.dtype)))
@@ -146,7 +144,7 @@ class Arena:
 
         self._cupy: Any = cupy
         self._network, self._ops = network, ops
-        self._given, self._lifetimes = foresee(network, shape, ops.precision, ops.fuses_back_to_back)
+        self._given, self._lifetimes = foresee(network, shape, ops.precision, ops.fusions())
         self._offsets = lay_out(self._lifetimes)
         sizes = [array.nbytes for array in self._lifetimes]
         places = [(offset, offset + nbytes) for offset, nbytes in zip(self._offsets, sizes, strict=True)]

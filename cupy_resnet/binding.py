@@ -35,7 +35,7 @@ def bind(
         state: a verified state dict: key to NumPy array, filters as OIHW.
         ops: the engine.
         fuse: whether to fold BatchNorm into filter and bias (in float64), so that a convolution, its residual and
-            its ReLU are one call.
+            its ReLU are one call. Where two convolutions are added up the bias of both is that of the first.
         batch_norm_eps: one value for all layers, or a mapping from BatchNorm names (``"layer1.0.bn1"``) to values,
             1e-5 for those it does not name.
 
@@ -52,6 +52,9 @@ def bind(
         # Values beyond the dtype become Inf here and are reported by name, not as NumPy's warning.
         with np.errstate(over="ignore"):
             return np.ascontiguousarray(array, dtype=dtype)
+
+    biases: dict[str, np.ndarray] = {}
+    """Folded ones, in float64."""
 
     def bind_layer(layer: Layer) -> Layer:
         if isinstance(layer, Linear):
@@ -81,6 +84,7 @@ def bind(
             vectors["running_var"],
             eps[bn.name],
         )
+        biases[layer.name] = bias
         bias = cast(bias)
         if not (np.abs(folded).max(initial=0) <= limit.max and np.isfinite(bias).all()):
             raise CheckpointError(
@@ -90,7 +94,13 @@ def bind(
         # From float64 to what the engine stores in one rounding.
         return replace(layer, weight=ops.filter(oihw_to_krsc(folded)), bias=ops.asarray(bias), batch_norm=None)
 
-    return network.map_layers(bind_layer)
+    def join(last: Conv2d, downsample: Conv2d) -> tuple[Conv2d, Conv2d]:
+        if last.name not in biases or downsample.name not in biases:
+            return last, downsample
+        bias = ops.asarray(cast(biases[last.name] + biases[downsample.name]))
+        return replace(last, bias=bias), replace(downsample, bias=None)
+
+    return network.map_layers(bind_layer).with_joint_biases(join)
 
 
 def bind_shapes(network: Network, *, fuse: bool = True) -> Network:
@@ -111,7 +121,10 @@ def bind_shapes(network: Network, *, fuse: bool = True) -> Network:
         arrays: dict[str, Any] = {field: vector(bn.name, bn.num_features) for field in fields}
         return replace(layer, weight=weight, batch_norm=replace(bn, **arrays))
 
-    return network.map_layers(bind_layer)
+    def join(last: Conv2d, downsample: Conv2d) -> tuple[Conv2d, Conv2d]:
+        return (last, replace(downsample, bias=None)) if last.batch_norm is None else (last, downsample)
+
+    return network.map_layers(bind_layer).with_joint_biases(join)
 
 
 def _eps_by_name(network: Network, batch_norm_eps: float | Mapping[str, float]) -> dict[str, float]:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import overload
 
 from .binding import bind_shapes
-from .conv2d import H100, PRECISIONS, Conv2dPair, Device, back_to_back, choose
-from .conv2d.back_to_back_choice import choose_back_to_back
+from .conv2d import H100, PRECISIONS, Conv2dPair, Device, back_to_back, choose, choose_shortcut
+from .conv2d.back_to_back_choice import BackToBackChoice, choose_back_to_back
 from .conv2d.stem_choice import choose_stem
+from .engines.base import Fusions
 from .engines.cuda_engine import resolve_precision
 from .engines.shape_engine import OpRecord, ShapeArray, ShapeEngine
 from .networks import Network
@@ -18,7 +19,7 @@ class Step:
     """One operation and what computes it.
 
     Args:
-        layer: parameter key prefix, empty for an operation without weights; of a pair both.
+        layer: parameter key prefix, empty for an operation without weights; of several all.
         op: name in `cupy_resnet.engines.base.Ops`, with what is fused behind it.
         problem: the convolution or the pair of them, or the output's shape, as text.
         kernel: name of the kernel, or ``"im2col + BLAS"``.
@@ -124,11 +125,12 @@ def explain(
     pixels = ShapeArray((N, H, W, C), channels_first=C > 1 and H * W > 1)  # else both layouts are the same memory
     stem_kernel, _ = choose_stem(arithmetic, pixels.shape, network.stem.krsc_shape, target)
 
-    def fuses_pair(pair: Conv2dPair) -> bool:
-        return kernel == "auto" and choose_back_to_back(pair, target, spread_nan=True).config is not None
-
-    fused_stem = kernel == "auto" and stem_kernel is not None
-    ops = ShapeEngine(arithmetic.name, fused_stem=fused_stem, fuses_pair=fuses_pair)
+    fusions = Fusions(
+        stem=kernel == "auto" and stem_kernel is not None,
+        back_to_back=lambda pair: kernel == "auto" and _back_to_back(pair, target).config is not None,
+        shortcut=lambda problem: choose_shortcut(problem, target, kernel, spread_nan=True)[0],
+    )
+    ops = ShapeEngine(arithmetic.name, fusions=fusions)
     bind_shapes(network, fuse=fuse)(ops, pixels)
     if engine == "numpy":
         return Explanation(f"{network.name}, input {shape}, NumPy engine", [_numpy_step(r) for r in ops.records])
@@ -156,7 +158,7 @@ def _cuda_step(record: OpRecord, device: Device, kernel: str, strict: bool) -> S
         name, _ = choose_stem(problem.arithmetic, problem.input_shape, problem.filter_shape, device)
         return _step(record, kernel=str(name), reason="one kernel from pixels to the pooled map")
     if record.pair is not None:
-        fused = choose_back_to_back(record.pair, device, spread_nan=True)
+        fused = _back_to_back(record.pair, device)
         return _step(record, kernel=back_to_back.name, config=str(fused.config), reason=fused.reason)
     if record.as_conv2d is not None:
         choice = choose(record.as_conv2d, device)
@@ -167,6 +169,10 @@ def _cuda_step(record: OpRecord, device: Device, kernel: str, strict: bool) -> S
     return _step(
         record, kernel=choice.variant, config=str(choice.config), reason=choice.reason, fallback=choice.fallback
     )
+
+
+def _back_to_back(pair: Conv2dPair, device: Device) -> BackToBackChoice:
+    return choose_back_to_back(pair, device, spread_nan=True)
 
 
 def _step(record: OpRecord, *, kernel: str, config: str = "", reason: str = "", fallback: str | None = None) -> Step:

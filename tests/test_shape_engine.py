@@ -5,6 +5,7 @@ import pytest
 
 from cupy_resnet.binding import bind_shapes
 from cupy_resnet.conv2d import PRECISIONS
+from cupy_resnet.engines.base import Fusions
 from cupy_resnet.engines.linear_problem import linear_problem
 from cupy_resnet.engines.shape_engine import ShapeArray, ShapeEngine
 from cupy_resnet.networks import describe
@@ -67,7 +68,7 @@ def test_pixels_launch_something_only_where_something_must_change(
 
 
 def test_a_fused_stem_is_one_record_that_moves_the_map_never() -> None:
-    parts, whole = ShapeEngine("fp16"), ShapeEngine("fp16", fused_stem=True)
+    parts, whole = ShapeEngine("fp16"), ShapeEngine("fp16", fusions=Fusions(stem=True))
     x = ShapeArray((8, 224, 224, 3), dtype=np.dtype(np.uint8))
     weight, bias = ShapeArray((64, 7, 7, 3), layer="conv1"), ShapeArray((64,), layer="conv1")
     shapes = [ops.stem(x, weight, bias, [0.5] * 3, [0.2] * 3).shape for ops in (parts, whole)]

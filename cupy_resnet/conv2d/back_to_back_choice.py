@@ -59,10 +59,10 @@ def choose_back_to_back(
 def _choose(pair: Conv2dPair, device: Device, spread_nan: bool, known: tuned.Lookup | None) -> BackToBackChoice:
     if pair.N == 0:
         return BackToBackChoice(None, "there are no images")
-    supported, why_not = supports_back_to_back(*pair.parts, device)
+    supported, why_not = supports_back_to_back(pair, device)
     if not supported:
         return BackToBackChoice(None, f"{back_to_back.name} {why_not}")
-    candidates = back_to_back_candidates(*pair.parts, device)
+    candidates = back_to_back_candidates(pair, device)
     for entry, reason in () if known is None else known.found(pair, spread_nan):
         if entry.variant == APART:
             return BackToBackChoice(None, f"two kernels are faster: {reason}")

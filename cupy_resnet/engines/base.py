@@ -8,8 +8,12 @@ and rounds once, at its end; it returns a new array and leaves its inputs alone,
 torch does.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ..conv2d.problem import Conv2dPair, Conv2dProblem
 
 Array = Any
 """An array of the engine's own kind."""
@@ -17,9 +21,11 @@ Array = Any
 Pair = int | tuple[int, int]
 """A size for height and width: one int for both, or (height, width)."""
 
-
 Shortcut = tuple[Array, Any, int]
 """What `Ops.conv2d` adds as a second convolution: input, 1×1 filter, stride."""
+
+Following = tuple[Any, Array | None]
+"""Filter and bias of the convolution that comes after those of `Ops.conv2d_back_to_back`."""
 
 
 def pair(value: Pair) -> tuple[int, int]:
@@ -30,6 +36,24 @@ def pair(value: Pair) -> tuple[int, int]:
     return int(h), int(w)
 
 
+@dataclass(frozen=True)
+class Fusions:
+    """Which operations are one kernel on an engine, of those that are several elsewhere.
+
+    Args:
+        stem: whether `Ops.stem` is.
+        back_to_back: whether all convolutions of a `Conv2dPair` are.
+        shortcut: whether a convolution and its shortcut are.
+    """
+
+    stem: bool = False
+    back_to_back: "Callable[[Conv2dPair], bool]" = lambda pair: False
+    shortcut: "Callable[[Conv2dProblem], bool]" = lambda problem: False
+
+
+NONE_FUSED = Fusions()
+
+
 class Ops(Protocol):
     """The operations of a forward graph."""
 
@@ -38,6 +62,9 @@ class Ops(Protocol):
 
     precision: str
     """In which arithmetic convolutions run: a key of `conv2d.precision.PRECISIONS`."""
+
+    def fusions(self) -> Fusions:
+        """Returns what is one kernel, of the operations that need not be: the others are done by parts."""
 
     def asarray(self, x: Array) -> Array:
         """Brings a NumPy array (or an array of the engine's kind) to the engine as float32, C-contiguous."""
@@ -119,54 +146,39 @@ class Ops(Protocol):
             (N, P, Q, K) activations.
         """
 
-    def fuses_back_to_back(
-        self,
-        x_shape: tuple[int, ...],
-        weight_shapes: tuple[tuple[int, ...], tuple[int, ...]],
-        *,
-        stride: Pair = 1,
-        padding: Pair = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
-    ) -> bool:
-        """Tells whether `conv2d_back_to_back` is one kernel for arrays of these shapes, or two convolutions.
-
-        A graph that has something to do between the two, or would rather have it done there, asks first.
-
-        Args:
-            x_shape: (N, H, W, C).
-            weight_shapes: (K, R, S, C/groups), and (K of the second, 1, 1, K).
-            stride, padding, dilation, groups: of the first.
-        """
-
     def conv2d_back_to_back(
         self,
         x: Array,
         weights: tuple[Any, Any],
         biases: tuple[Array | None, Array | None] = (None, None),
         *,
-        residual: Array,
         stride: Pair = 1,
         padding: Pair = 0,
         dilation: Pair = 1,
         groups: int = 1,
+        residual: Array | None = None,
+        shortcut: Shortcut | None = None,
         relu: bool = False,
         overwrite_residual: bool = False,
-    ) -> Array:
-        """Two convolutions in a row, the second 1×1: ``relu(conv1x1(relu(conv(x) + bias)) + bias + residual)``.
+        following: Following | None = None,
+    ) -> tuple[Array, Array | None]:
+        """Two convolutions in a row, the second 1×1: ``y = relu(conv1x1(relu(conv(x) + bias)) + bias + residual)``.
 
-        What is between them is rounded to what activations are stored as, whether it is ever stored or not.
+        And where that costs next to nothing, a third on the result: ``relu(conv1x1(y) + bias)``. What is between the
+        first two is rounded to what activations are stored as, whether it is ever stored or not.
 
         Args:
             x: (N, H, W, C) activations.
             weights: of both, as for `conv2d`: (K, R, S, C/groups), and (K of the second, 1, 1, K).
             biases: of both, float32 or None.
-            residual: (N, P, Q, K of the second) activations, added before the last ReLU.
             stride, padding, dilation, groups: of the first, which always ends with ReLU.
-            relu, overwrite_residual: as for `conv2d`, of the second.
+            residual, shortcut, relu, overwrite_residual: as for `conv2d`, of the second, which has one of the former.
+            following: filter (K of the third, 1, 1, K of the second) and bias (or None) of a convolution that comes
+                next, or None. It ends with ReLU.
 
         Returns:
-            (N, P, Q, K of the second) activations.
+            (N, P, Q, K of the second) activations, and (N, P, Q, K of the third) or None: nothing follows, or it is
+            better done by itself.
         """
 
     def stem(
@@ -277,12 +289,15 @@ def back_to_back_by_parts(
     x: Array,
     weights: tuple[Any, Any],
     biases: tuple[Array | None, Array | None],
-    *,
-    residual: Array,
-    relu: bool,
-    overwrite_residual: bool,
-    **geometry: Any,
-) -> Array:
-    """`Ops.conv2d_back_to_back` as the convolutions that it consists of."""
+    geometry: dict[str, Any],
+    **of_second: Any,
+) -> tuple[Array, None]:
+    """`Ops.conv2d_back_to_back` as the two convolutions that it consists of.
+
+    Args:
+        ops, x, weights, biases: as there.
+        geometry: stride and such of the first.
+        of_second: what it has besides.
+    """
     y = ops.conv2d(x, weights[0], biases[0], relu=True, **geometry)
-    return ops.conv2d(y, weights[1], biases[1], residual=residual, relu=relu, overwrite_residual=overwrite_residual)
+    return ops.conv2d(y, weights[1], biases[1], **of_second), None

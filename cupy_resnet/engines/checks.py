@@ -145,58 +145,42 @@ def conv2d_back_to_back(
     biases: tuple[Any, Any] = (None, None),
     *,
     residual: Any = None,
+    shortcut: Any = None,
+    following: tuple[Any, Any] | None = None,
     precision: str = "fp32",
     **geometry: Any,
 ) -> Conv2dPair:
-    """Describes two convolutions in a row by some arrays; errors as for `conv2d` and `conv2d_pair`."""
-    pair = conv2d_pair(tuple(x.shape), (tuple(weights[0].shape), tuple(weights[1].shape)), precision, **geometry)
-    conv2d(x, weights[0], biases[0], precision=precision, **geometry)
-    between = pair.first.output_shape
-    conv2d_problem(
-        between,
+    """Describes convolutions in a row by their arrays; of weights, biases and inputs only the shapes are looked at.
+
+    Raises:
+        ValueError: as `conv2d_problem` for each, or a second filter that is not 1×1, or not one of a residual and a
+            shortcut.
+    """
+    first = conv2d(x, weights[0], biases[0], precision=precision, **geometry)
+    if tuple(weights[1].shape[1:3]) != (1, 1):
+        raise ValueError(f"conv2d_back_to_back: the second filter {tuple(weights[1].shape)} must be 1×1 (K, 1, 1, C)")
+    if (residual is None) == (shortcut is None):
+        raise ValueError("conv2d_back_to_back: the second convolution has either a residual or a shortcut")
+    x0, weight0, stride0 = (None, None, 1) if shortcut is None else shortcut
+    second = conv2d_problem(
+        first.output_shape,
         tuple(weights[1].shape),
         residual_shape=_shape(residual),
+        shortcut_shape=_shape(x0),
+        shortcut_weight_shape=_shape(weight0),
+        shortcut_stride=stride0,
         bias_shape=_shape(biases[1]),
         precision=precision,
     )
-    return pair
-
-
-@lru_cache(maxsize=4096)
-def conv2d_pair(
-    x_shape: Shape,
-    weight_shapes: tuple[Shape, Shape],
-    precision: str,
-    *,
-    stride: Pair = 1,
-    padding: Pair = 0,
-    dilation: Pair = 1,
-    groups: int = 1,
-) -> Conv2dPair:
-    """Describes two convolutions in a row by the shapes of their tensors.
-
-    Args:
-        x_shape: (N, H, W, C).
-        weight_shapes: (K, R, S, C/groups), and (K of the second, 1, 1, K).
-        precision: the engine's.
-        stride, padding, dilation, groups: of the first.
-
-    Raises:
-        ValueError: shapes that do not fit each other, or a second filter that is not 1×1.
-    """
-    first = conv2d_problem(
-        x_shape,
-        weight_shapes[0],
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        precision=precision,
-    )
-    conv2d_problem(first.output_shape, weight_shapes[1], precision=precision)
-    if weight_shapes[1][1:3] != (1, 1):
-        raise ValueError(f"conv2d_back_to_back: the second filter {weight_shapes[1]} must be 1×1 (K, 1, 1, C)")
-    return Conv2dPair(first, weight_shapes[1][0])
+    third_channels = 0
+    if following is not None:
+        weight, bias = following
+        third_channels = conv2d_problem(
+            second.output_shape, tuple(weight.shape), bias_shape=_shape(bias), precision=precision
+        ).K
+        if tuple(weight.shape[1:3]) != (1, 1):
+            raise ValueError(f"conv2d_back_to_back: the third filter {tuple(weight.shape)} must be 1×1 (K, 1, 1, C)")
+    return Conv2dPair(first, second.K, second.shortcut_channels, second.shortcut_stride, third_channels)
 
 
 def stem(x: Any, weight: Any, bias: Any) -> Shape:

@@ -11,7 +11,17 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 
 from . import checks
-from .base import Ops, Pair, Shortcut, back_to_back_by_parts, shortcut_by_parts, stem_by_parts
+from .base import (
+    NONE_FUSED,
+    Following,
+    Fusions,
+    Ops,
+    Pair,
+    Shortcut,
+    back_to_back_by_parts,
+    shortcut_by_parts,
+    stem_by_parts,
+)
 from .bfloat16 import from_bfloat16
 from .numpy_windows import blocks, im2col, pad, taps
 
@@ -101,6 +111,10 @@ class NumpyEngine:
         checks.rank("normalize", "x", x.shape, "(N, H, W, C)")
         return self._scale("normalize", x, mean, std)
 
+    def fusions(self) -> Fusions:
+        """None: everything is done by parts."""
+        return NONE_FUSED
+
     @_quiet
     def conv2d(
         self,
@@ -140,46 +154,28 @@ class NumpyEngine:
                 np.maximum(block, 0, out=block)
         return y
 
-    def fuses_back_to_back(
-        self,
-        x_shape: tuple[int, ...],
-        weight_shapes: tuple[tuple[int, ...], tuple[int, ...]],
-        *,
-        stride: Pair = 1,
-        padding: Pair = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
-    ) -> bool:
-        """False: they are always two."""
-        return False
-
     def conv2d_back_to_back(
         self,
         x: np.ndarray,
         weights: tuple[np.ndarray, np.ndarray],
         biases: tuple[np.ndarray | None, np.ndarray | None] = (None, None),
         *,
-        residual: np.ndarray,
         stride: Pair = 1,
         padding: Pair = 0,
         dilation: Pair = 1,
         groups: int = 1,
+        residual: np.ndarray | None = None,
+        shortcut: Shortcut | None = None,
         relu: bool = False,
         overwrite_residual: bool = False,
-    ) -> np.ndarray:
-        """(N, H, W, C), (K, R, S, C/groups) and (K of the second, 1, 1, K) to (N, P, Q, K of the second)."""
+        following: Following | None = None,
+    ) -> tuple[np.ndarray, None]:
+        """(N, H, W, C), (K, R, S, C/groups), (K of the second, 1, 1, K) to (N, P, Q, K of the second), by parts."""
         geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        checks.conv2d_back_to_back(x, weights, biases, residual=residual, **geometry)
-        return back_to_back_by_parts(
-            cast(Ops, self),
-            x,
-            weights,
-            biases,
-            residual=residual,
-            relu=relu,
-            overwrite_residual=overwrite_residual,
-            **geometry,
-        )
+        added: dict[str, Any] = {"residual": residual, "shortcut": shortcut}
+        checks.conv2d_back_to_back(x, weights, biases, following=following, **added, **geometry)
+        added |= {"relu": relu, "overwrite_residual": overwrite_residual}
+        return back_to_back_by_parts(cast(Ops, self), x, weights, biases, geometry, **added)
 
     def stem(
         self,

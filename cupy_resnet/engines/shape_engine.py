@@ -1,6 +1,6 @@
 """An engine that carries only shapes and records what would run: the basis of ``explain()``. Computes nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,7 +9,17 @@ import numpy as np
 from ..conv2d.precision import PRECISIONS
 from ..conv2d.problem import Conv2dPair, Conv2dProblem
 from . import checks
-from .base import Ops, Pair, Shortcut, back_to_back_by_parts, stem_by_parts
+from .base import (
+    NONE_FUSED,
+    Following,
+    Fusions,
+    Ops,
+    Pair,
+    Shortcut,
+    back_to_back_by_parts,
+    shortcut_by_parts,
+    stem_by_parts,
+)
 from .linear_problem import linear_problem
 
 FLOAT32 = np.dtype(np.float32)
@@ -42,14 +52,14 @@ class OpRecord:
 
     Args:
         op: name in `base.Ops`.
-        layer: parameter key prefix of the weights it uses, or None; both where there are two.
+        layer: parameter key prefix of the weights it uses, or None; all where there are several.
         output_shape: of its result.
         flops: floating-point operations, a multiply-add counted as two.
         nbytes: the fewest bytes to move: every input and the output once.
         problem: for a convolution or a fused stem, its description.
-        pair: for two convolutions in one, their description.
+        pair: for convolutions in a row in one kernel, their description.
         epilogue: what is fused behind a convolution, of ``"bias"``, ``"residual"``, ``"shortcut"``, ``"relu"``,
-            ``"max_pool2d"``.
+            ``"max_pool2d"``, ``"following"``.
         as_conv2d: for ``linear`` on many images, the convolution that computes it on a GPU, by any kernel.
     """
 
@@ -71,8 +81,7 @@ class ShapeEngine:
 
     Args:
         precision: a key of `conv2d.precision.PRECISIONS`.
-        fused_stem: whether `stem` is recorded as the one kernel that it may be, or as its parts.
-        fuses_pair: says of which convolutions in a row the same is true; by default of none.
+        fusions: which operations are recorded as the one kernel that they may be, and not as their parts.
     """
 
     name = "shapes"
@@ -81,14 +90,16 @@ class ShapeEngine:
         self,
         precision: str = "fp32",
         *,
-        fused_stem: bool = False,
-        fuses_pair: Callable[[Conv2dPair], bool] = lambda pair: False,
+        fusions: Fusions = NONE_FUSED,
     ) -> None:
         self.precision = precision
         self.arithmetic = PRECISIONS[precision]
-        self.fused_stem = fused_stem
-        self._fuses_pair = fuses_pair
+        self._fusions = fusions
         self.records: list[OpRecord] = []
+
+    def fusions(self) -> Fusions:
+        """As it was told."""
+        return self._fusions
 
     def asarray(self, x: Any) -> ShapeArray:
         """Returns a ShapeArray of x's shape."""
@@ -165,12 +176,17 @@ class ShapeEngine:
         geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
         added: dict[str, Any] = {"residual": residual, "shortcut": shortcut}
         problem = checks.conv2d(x, weight, bias, **added, precision=self.precision, **geometry)
+        layer = weight.layer
+        if shortcut is not None:
+            if not self._fusions.shortcut(problem):
+                return shortcut_by_parts(cast(Ops, self), x, weight, bias, shortcut, relu=relu, **geometry)
+            layer = " + ".join(name for name in (layer, shortcut[1].layer) if name is not None) or None
         fused = {name: array is not None for name, array in {"bias": bias, **added}.items()} | {"relu": relu}
         epilogue = tuple(name for name, present in fused.items() if present)
         self.records.append(
             OpRecord(
                 op="conv2d",
-                layer=weight.layer,
+                layer=layer,
                 output_shape=problem.output_shape,
                 flops=problem.flops + len(epilogue) * _size(problem.output_shape),
                 nbytes=problem.bytes + _nbytes(bias, residual),
@@ -180,63 +196,59 @@ class ShapeEngine:
         )
         return ShapeArray(problem.output_shape, dtype=self.arithmetic.storage)
 
-    def fuses_back_to_back(
-        self,
-        x_shape: tuple[int, ...],
-        weight_shapes: tuple[tuple[int, ...], tuple[int, ...]],
-        *,
-        stride: Pair = 1,
-        padding: Pair = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
-    ) -> bool:
-        """As it was told."""
-        geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        return self._fuses_pair(checks.conv2d_pair(x_shape, weight_shapes, self.precision, **geometry))
-
     def conv2d_back_to_back(
         self,
         x: ShapeArray,
         weights: tuple[ShapeArray, ShapeArray],
         biases: tuple[ShapeArray | None, ShapeArray | None] = (None, None),
         *,
-        residual: ShapeArray,
         stride: Pair = 1,
         padding: Pair = 0,
         dilation: Pair = 1,
         groups: int = 1,
+        residual: ShapeArray | None = None,
+        shortcut: Shortcut | None = None,
         relu: bool = False,
         overwrite_residual: bool = False,
-    ) -> ShapeArray:
-        """(N, H, W, C), (K, R, S, C/groups) and (K of the second, 1, 1, K) to (N, P, Q, K of the second)."""
+        following: Following | None = None,
+    ) -> tuple[ShapeArray, ShapeArray | None]:
+        """(N, H, W, C), (K, R, S, C/groups), (K of the second, 1, 1, K) to (N, P, Q, K) of the second and third."""
         geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        pair = checks.conv2d_back_to_back(x, weights, biases, residual=residual, precision=self.precision, **geometry)
-        if not self.fuses_back_to_back(x.shape, (weights[0].shape, weights[1].shape), **geometry):
-            return back_to_back_by_parts(
-                cast(Ops, self),
-                x,
-                weights,
-                biases,
-                residual=residual,
-                relu=relu,
-                overwrite_residual=overwrite_residual,
-                **geometry,
-            )
-        fused = {"bias": biases[1] is not None, "residual": True, "relu": relu}
-        epilogue = tuple(name for name, present in fused.items() if present)
-        between = (1 + (biases[0] is not None)) * _size(pair.first.output_shape)
+        added: dict[str, Any] = {"residual": residual, "shortcut": shortcut}
+        asked = checks.conv2d_back_to_back(
+            x, weights, biases, following=following, precision=self.precision, **added, **geometry
+        )
+        pair = next(filter(self._fusions.back_to_back, dict.fromkeys((asked, asked.without_following()))), None)
+        if pair is None:
+            added |= {"relu": relu, "overwrite_residual": overwrite_residual}
+            return back_to_back_by_parts(cast(Ops, self), x, weights, biases, geometry, **added)
+        given = {"bias": biases[1], **added}
+        epilogue = [name for name, array in given.items() if array is not None] + ["relu"] * relu
+        layers, vectors = [weight.layer for weight in weights], [*biases, residual]
+        # Each convolution's bias and ReLU, and the residual.
+        flops = pair.flops + (1 + (biases[0] is not None)) * _size(pair.first.output_shape)
+        flops += (len(epilogue) - (shortcut is not None)) * _size(pair.output_shape)
+        z = None
+        if shortcut is not None:
+            layers.append(shortcut[1].layer)
+        if following is not None and pair.third is not None:
+            layers.append(following[0].layer)
+            vectors.append(following[1])
+            epilogue.append("following")
+            flops += (1 + (following[1] is not None)) * _size(pair.third.output_shape)
+            z = ShapeArray(pair.third.output_shape, dtype=self.arithmetic.storage)
         self.records.append(
             OpRecord(
                 op="conv2d_back_to_back",
-                layer=" + ".join(weight.layer for weight in weights if weight.layer is not None) or None,
+                layer=" + ".join(layer for layer in layers if layer is not None) or None,
                 output_shape=pair.output_shape,
-                flops=pair.flops + between + len(epilogue) * _size(pair.output_shape),
-                nbytes=pair.bytes + _nbytes(*biases, residual),
+                flops=flops,
+                nbytes=pair.bytes + _nbytes(*vectors),
                 pair=pair,
-                epilogue=epilogue,
+                epilogue=tuple(epilogue),
             )
         )
-        return ShapeArray(pair.output_shape, dtype=self.arithmetic.storage)
+        return ShapeArray(pair.output_shape, dtype=self.arithmetic.storage), z
 
     def stem(
         self,
@@ -250,7 +262,7 @@ class ShapeEngine:
     ) -> ShapeArray:
         """(N, H, W, C), (K, 7, 7, C) to (N, P, Q, K)."""
         shape = checks.stem(x, weight, bias)
-        if not self.fused_stem:
+        if not self._fusions.stem:
             return stem_by_parts(self, x, weight, bias, mean, std, out)
         problem = checks.conv2d(x, weight, bias, stride=2, padding=3, precision=self.precision)
         y = ShapeArray(shape, dtype=self.arithmetic.storage)

@@ -147,54 +147,80 @@ def conv_bn(
     return ops.relu(y) if relu else y
 
 
-def fuses_back_to_back(ops: "Ops", x: "Array", first: Conv2d, second: Conv2d) -> bool:
-    """Whether two convolutions in a row are one kernel on this engine: `conv_bn_back_to_back` is then for them.
+def end_of_block(
+    ops: "Ops",
+    y: "Array",
+    last: Conv2d,
+    x: "Array",
+    downsample: Conv2d | None,
+    *,
+    overwrite: bool,
+) -> "Array":
+    """A block's last convolution and what it adds to it: ``relu(bn(last(y)) + shortcut)``.
 
     Args:
         ops: the engine.
-        x: (N, H, W, C) as `first` gets it.
-        first: a bound layer, with a ReLU behind it.
-        second: likewise; a 1×1 convolution without stride or groups.
+        y: (N, H, W, C) as `last` gets it.
+        last: a bound layer.
+        x: the block's input, the shortcut or what `downsample` makes it of.
+        downsample: a bound layer or None.
+        overwrite: whether the result may take the memory of `x`.
     """
-    if first.batch_norm is not None or second.batch_norm is not None:
-        return False
-    return ops.fuses_back_to_back(
-        x.shape,
-        (first.krsc_shape, second.krsc_shape),
-        stride=first.stride,
-        padding=first.padding,
-        groups=first.groups,
+    if downsample is None:
+        return conv_bn(ops, y, last, residual=x, relu=True, overwrite_residual=overwrite)
+    if last.batch_norm is not None or downsample.batch_norm is not None:
+        # Only now: a shortcut is large, and the first convolution's input may not be needed any more.
+        identity = conv_bn(ops, x, downsample)
+        return conv_bn(ops, y, last, residual=identity, relu=True, overwrite_residual=True)
+    return ops.conv2d(
+        y,
+        last.weight,
+        last.bias,
+        stride=last.stride,
+        padding=last.padding,
+        groups=last.groups,
+        shortcut=(x, downsample.weight, downsample.stride),
+        relu=True,
     )
 
 
-def conv_bn_back_to_back(
+def end_of_bottleneck(
     ops: "Ops",
+    y: "Array",
+    middle: Conv2d,
+    last: Conv2d,
     x: "Array",
-    first: Conv2d,
-    second: Conv2d,
+    downsample: Conv2d | None,
     *,
-    residual: "Array",
-    relu: bool = False,
-    overwrite_residual: bool = False,
-) -> "Array":
-    """Two convolutions with BatchNorm folded, in one call: ``relu(second(relu(first(x))) + residual)``.
+    overwrite: bool,
+    following: Conv2d | None = None,
+) -> tuple["Array", "Array | None"]:
+    """A bottleneck's last two convolutions and what it adds: ``relu(bn(last(relu(bn(middle(y))))) + shortcut)``.
 
     Args:
-        ops, x, first, second: as for `fuses_back_to_back`.
-        residual: (N, P, Q, K).
-        relu, overwrite_residual: as for `conv_bn`, of the second.
+        ops: the engine.
+        y: (N, H, W, C) as `middle` gets it.
+        middle, last: bound layers.
+        x, downsample, overwrite: as for `end_of_block`.
+        following: the bound 1×1 layer that gets the result first, with a ReLU behind it, or None.
 
     Returns:
-        (N, P, Q, K).
+        The block's output, and that of `following` if it was computed along, else None.
     """
+    convolutions = [conv for conv in (middle, last, downsample, following) if conv is not None]
+    if any(conv.batch_norm is not None for conv in convolutions):
+        y = conv_bn(ops, y, middle, relu=True)
+        return end_of_block(ops, y, last, x, downsample, overwrite=overwrite), None
     return ops.conv2d_back_to_back(
-        x,
-        (first.weight, second.weight),
-        (first.bias, second.bias),
-        stride=first.stride,
-        padding=first.padding,
-        groups=first.groups,
-        residual=residual,
-        relu=relu,
-        overwrite_residual=overwrite_residual,
+        y,
+        (middle.weight, last.weight),
+        (middle.bias, last.bias),
+        stride=middle.stride,
+        padding=middle.padding,
+        groups=middle.groups,
+        residual=x if downsample is None else None,
+        shortcut=None if downsample is None else (x, downsample.weight, downsample.stride),
+        relu=True,
+        overwrite_residual=overwrite,
+        following=None if following is None else (following.weight, following.bias),
     )

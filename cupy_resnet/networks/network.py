@@ -14,6 +14,10 @@ Checkpoint = Callable[[str, Any], None]
 """Called with a checkpoint's name and the engine's array: NHWC activations, or (N, C) for ``gap`` and ``logits``."""
 
 
+BiasJoin = Callable[[Conv2d, Conv2d], tuple[Conv2d, Conv2d]]
+"""Of two bound layers that are added up, makes one whose bias is that of both and one without."""
+
+
 class LayerMap(Protocol):
     """A function from layer to layer of the same kind."""
 
@@ -33,6 +37,31 @@ class Block:
             overwrite: whether the result may take the memory of `x`.
         """
         raise NotImplementedError
+
+    def forward(
+        self,
+        ops: "Ops",
+        x: "Array",
+        *,
+        overwrite: bool = False,
+        begun: "Array | None" = None,
+        following: "Block | None" = None,
+    ) -> tuple["Array", "Array | None"]:
+        """Runs the block within a network, where the end of one and the beginning of the next may be one kernel.
+
+        Args:
+            ops, x, overwrite: as for calling it.
+            begun: what the block before has computed of this one.
+            following: the block that comes next, if any.
+
+        Returns:
+            (N, P, Q, K), and what there is of the next block already: its `begun`.
+        """
+        return self(ops, x, overwrite=overwrite), None
+
+    def with_joint_bias(self, join: BiasJoin) -> Self:
+        """Returns the block with one bias where it adds up two convolutions, if it does."""
+        return self
 
     def convolutions(self) -> Iterator[Conv2d]:
         """Yields the block's convolutions in torchvision's parameter order."""
@@ -128,8 +157,9 @@ class Network:
         x = self.finish_stem(ops, x)
         if checkpoint is not None:
             checkpoint("stem", x)
-        for name, block in self.blocks:
-            x = block(ops, x, overwrite=checkpoint is None)
+        begun = None
+        for (name, block), (_, following) in zip(self.blocks, (*self.blocks[1:], ("", None)), strict=True):
+            x, begun = block.forward(ops, x, overwrite=checkpoint is None, begun=begun, following=following)
             if checkpoint is not None:
                 checkpoint(name, x)
         features = ops.global_avg_pool2d(x)
@@ -172,6 +202,10 @@ class Network:
             blocks=tuple((name, block.map_layers(function)) for name, block in self.blocks),
             head=function(self.head),
         )
+
+    def with_joint_biases(self, join: BiasJoin) -> Self:
+        """Returns the same graph with one bias wherever a block adds up two convolutions."""
+        return replace(self, blocks=tuple((name, block.with_joint_bias(join)) for name, block in self.blocks))
 
     def tensor_table(self) -> dict[str, tuple[int, ...]]:
         """Returns every tensor a checkpoint must hold: key to shape, filters as OIHW, in torchvision's order."""

@@ -5,11 +5,11 @@ Networks" (BMVC 2016), Xie et al., "Aggregated Residual Transformations for Deep
 Bottlenecks are v1.5: a stage's stride sits on its first 3×3 convolution, not on the 1×1 before it as in the paper.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
 
-from .layers import BatchNorm2d, Conv2d, Linear, conv_bn, conv_bn_back_to_back, fuses_back_to_back
-from .network import Block, Network
+from .layers import BatchNorm2d, Conv2d, Linear, conv_bn, end_of_block, end_of_bottleneck
+from .network import BiasJoin, Block, Network
 
 if TYPE_CHECKING:
     from ..engines.base import Array, Ops
@@ -24,10 +24,14 @@ class BasicBlock(Block):
     downsample: Conv2d | None = None
 
     def __call__(self, ops: "Ops", x: "Array", *, overwrite: bool = False) -> "Array":
-        identity = x if self.downsample is None else conv_bn(ops, x, self.downsample)
         y = conv_bn(ops, x, self.conv1, relu=True)
-        overwrite = overwrite or identity is not x
-        return conv_bn(ops, y, self.conv2, residual=identity, relu=True, overwrite_residual=overwrite)
+        return end_of_block(ops, y, self.conv2, x, self.downsample, overwrite=overwrite)
+
+    def with_joint_bias(self, join: BiasJoin) -> Self:
+        if self.downsample is None:
+            return self
+        conv2, downsample = join(self.conv2, self.downsample)
+        return replace(self, conv2=conv2, downsample=downsample)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,20 +44,29 @@ class Bottleneck(Block):
     downsample: Conv2d | None = None
 
     def __call__(self, ops: "Ops", x: "Array", *, overwrite: bool = False) -> "Array":
-        y = conv_bn(ops, x, self.conv1, relu=True)
-        overwrite = overwrite or self.downsample is not None
-        if fuses_back_to_back(ops, y, self.conv2, self.conv3):
-            identity = self._identity(ops, x)
-            return conv_bn_back_to_back(
-                ops, y, self.conv2, self.conv3, residual=identity, relu=True, overwrite_residual=overwrite
-            )
-        y = conv_bn(ops, y, self.conv2, relu=True)
-        # Only now: a shortcut is large, and conv1's output is not needed any more.
-        identity = self._identity(ops, x)
-        return conv_bn(ops, y, self.conv3, residual=identity, relu=True, overwrite_residual=overwrite)
+        return self.forward(ops, x, overwrite=overwrite)[0]
 
-    def _identity(self, ops: "Ops", x: "Array") -> "Array":
-        return x if self.downsample is None else conv_bn(ops, x, self.downsample)
+    def forward(
+        self,
+        ops: "Ops",
+        x: "Array",
+        *,
+        overwrite: bool = False,
+        begun: "Array | None" = None,
+        following: Block | None = None,
+    ) -> tuple["Array", "Array | None"]:
+        y = conv_bn(ops, x, self.conv1, relu=True) if begun is None else begun
+        del begun  # or its memory could not be used again while the last convolution runs
+        ahead = following.conv1 if isinstance(following, Bottleneck) else None
+        return end_of_bottleneck(
+            ops, y, self.conv2, self.conv3, x, self.downsample, overwrite=overwrite, following=ahead
+        )
+
+    def with_joint_bias(self, join: BiasJoin) -> Self:
+        if self.downsample is None:
+            return self
+        conv3, downsample = join(self.conv3, self.downsample)
+        return replace(self, conv3=conv3, downsample=downsample)
 
 
 @dataclass(frozen=True)

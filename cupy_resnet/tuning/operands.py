@@ -138,7 +138,7 @@ def launch(problem: Problem, candidate: Candidate, operands: Any) -> None:
         for part, kernel, arrays in zip(problem.parts, alone, operands.apart(), strict=True):
             launch(part, kernel, arrays)
     else:
-        launch_back_to_back(*problem.parts, operands.fused, config)
+        launch_back_to_back(problem, operands.fused, config)
 
 
 def copies(nbytes: int, l2: int) -> int:

@@ -13,6 +13,7 @@ from ..conv2d.cost_model import back_to_back_microseconds, cost
 from ..conv2d.heuristics import allowed, automatic
 from ..conv2d.problem import Problem
 from ..conv2d.stem import supports_stem
+from ..engines.base import Fusions
 from ..engines.cuda_engine import precision_obstacle, resolve_precision
 from ..engines.shape_engine import OpRecord, ShapeArray, ShapeEngine
 from ..errors import EngineUnavailableError
@@ -92,10 +93,9 @@ def network_problems(
     N, C, H, W = shape
     fused_stem, _ = supports_stem(PRECISIONS[precision], (N, H, W, C), network.stem.krsc_shape, device)
     bound = bind_shapes(network, fuse=fuse)
-    apart = ShapeEngine(precision, fused_stem=fused_stem)
-    paired = ShapeEngine(
-        precision, fused_stem=fused_stem, fuses_pair=lambda pair: supports_back_to_back(*pair.parts, device)[0]
-    )
+    apart = ShapeEngine(precision, fusions=Fusions(stem=fused_stem))
+    pairs = Fusions(stem=fused_stem, back_to_back=lambda pair: supports_back_to_back(pair, device)[0])
+    paired = ShapeEngine(precision, fusions=pairs)
     for ops in (apart, paired):
         bound(ops, ShapeArray((N, H, W, C)))
     records: list[tuple[Problem | None, OpRecord]] = [
@@ -145,7 +145,7 @@ def candidates(
     """
     if isinstance(problem, Conv2dPair):
         parts = [_alone(part, device, spread_nan, fastest or {}) for part in problem.parts]
-        fused = [Candidate(back_to_back.name, c) for c in back_to_back_candidates(*problem.parts, device)]
+        fused = [Candidate(back_to_back.name, c) for c in back_to_back_candidates(problem, device)]
         fused.sort(key=lambda candidate: expected(problem, device, candidate))
         return [Apart(APART, NoConfig(), *parts), *fused]
     costs = {

@@ -198,7 +198,7 @@ def test_a_plan_takes_what_its_layout_says_and_workspaces(name: str, precision: 
 
     model = load(name, precision=precision)
     ops = runner_of(model).ops
-    _, lifetimes = foresee(runner_of(model).network, (32, 224, 224, 3), precision, ops.fuses_back_to_back)
+    _, lifetimes = foresee(runner_of(model).network, (32, 224, 224, 3), precision, ops.fusions())
     arena = max(offset + array.nbytes for offset, array in zip(lay_out(lifetimes), lifetimes, strict=True))
     x = images(32, 224)
     for given in (x, x.astype("float16"), x):  # two signatures, each captured with its front

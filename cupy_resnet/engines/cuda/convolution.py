@@ -8,13 +8,14 @@ import numpy as np
 
 from ... import jit
 from ...conv2d import VARIANTS, Conv2dPair, Conv2dProblem, choose, choose_shortcut
-from ...conv2d.back_to_back import BackToBackOperands, launch_back_to_back
+from ...conv2d.back_to_back import BackToBackConfig, BackToBackOperands, launch_back_to_back
+from ...conv2d.back_to_back import Following as FollowingOperands
 from ...conv2d.back_to_back_choice import BackToBackChoice, choose_back_to_back
 from ...conv2d.stem_choice import STEM_LAUNCHES, choose_stem
 from ...conv2d.variants import NULL, Filter, Operands
 from ...conv2d.variants import Shortcut as ShortcutOperands
 from .. import checks
-from ..base import Ops, Pair, Shortcut, back_to_back_by_parts, shortcut_by_parts, stem_by_parts
+from ..base import Following, Fusions, Ops, Pair, Shortcut, back_to_back_by_parts, shortcut_by_parts, stem_by_parts
 from ..linear_problem import linear_problem
 from . import forms
 from .arrays import THREADS
@@ -59,11 +60,9 @@ class Convolutions(Layouts):
                 x, filter.weight, bias, residual=residual, shortcut=arrays, precision=self.precision, **geometry
             )
             device = describe_device(x.device.id)
-            if second is not None:
-                fused, _ = choose_shortcut(problem, device, self.kernel, spread_nan=self.spread_nan)
-                if not fused:
-                    two = second.x, second.filter, problem.shortcut_stride
-                    return shortcut_by_parts(cast(Ops, self), x, filter, bias, two, relu=relu, **geometry)
+            if second is not None and not self._fuses_shortcut(problem, x.device.id):
+                two = second.x, second.filter, problem.shortcut_stride
+                return shortcut_by_parts(cast(Ops, self), x, filter, bias, two, relu=relu, **geometry)
             choice = choose(problem, device, self.kernel, self.strict, spread_nan=self.spread_nan)
             # Every kernel has read an element of the residual before it writes that of the output, and no other one.
             y = self._output("conv2d", problem.output_shape, residual if overwrite_residual else None)
@@ -81,71 +80,85 @@ class Convolutions(Layouts):
         filter = self._filter("conv2d", weight0, x)
         return ShortcutOperands(x0, filter), (x0, filter.weight, stride0)
 
-    def fuses_back_to_back(
-        self,
-        x_shape: tuple[int, ...],
-        weight_shapes: tuple[tuple[int, ...], tuple[int, ...]],
-        *,
-        stride: Pair = 1,
-        padding: Pair = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
-    ) -> bool:
-        geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        pair = checks.conv2d_pair(x_shape, weight_shapes, self.precision, **geometry)
-        return self._back_to_back_choice(pair, self.device).config is not None
-
     def conv2d_back_to_back(
         self,
         x: Any,
         weights: tuple[Any, Any],
         biases: tuple[Any, Any] = (None, None),
         *,
-        residual: Any,
         stride: Pair = 1,
         padding: Pair = 0,
         dilation: Pair = 1,
         groups: int = 1,
+        residual: Any = None,
+        shortcut: Shortcut | None = None,
         relu: bool = False,
         overwrite_residual: bool = False,
-    ) -> "cupy.ndarray":
+        following: Following | None = None,
+    ) -> "tuple[cupy.ndarray, cupy.ndarray | None]":
         geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
         op = "conv2d_back_to_back"
         x = self._activation(op, "x", x)
         filters = self._filter(op, weights[0], x), self._filter(op, weights[1], x)
         with x.device:
             first, second = (None if bias is None else self._float32(op, "bias", bias, x) for bias in biases)
-            residual = self._activation(op, "residual", residual, x)
-            pair = checks.conv2d_back_to_back(
+            residual = None if residual is None else self._activation(op, "residual", residual, x)
+            added, arrays = self._shortcut(shortcut, x)
+            third = None
+            if following is not None:
+                bias = following[1]
+                third = self._filter(op, following[0], x), None if bias is None else self._float32(op, "bias", bias, x)
+            asked = checks.conv2d_back_to_back(
                 x,
                 (filters[0].weight, filters[1].weight),
                 (first, second),
                 residual=residual,
+                shortcut=arrays,
+                following=None if third is None else (third[0].weight, third[1]),
                 precision=self.precision,
                 **geometry,
             )
-            config = self._back_to_back_choice(pair, x.device.id).config
+            pair, config = self._fused(asked, x.device.id)
             if config is None:
-                return back_to_back_by_parts(
-                    cast(Ops, self),
-                    x,
-                    filters,
-                    (first, second),
-                    residual=residual,
-                    relu=relu,
-                    overwrite_residual=overwrite_residual,
-                    **geometry,
-                )
+                of_second = {"residual": residual, "relu": relu, "overwrite_residual": overwrite_residual}
+                if added is not None:
+                    of_second["shortcut"] = added.x, added.filter, pair.shortcut_stride
+                return back_to_back_by_parts(cast(Ops, self), x, filters, (first, second), geometry, **of_second)
             # As in `conv2d`: of the residual too, each element is read before it is overwritten.
             y = self._output(op, pair.output_shape, residual if overwrite_residual else None)
-            operands = BackToBackOperands(x, filters, (first, second), residual, y, (True, relu))
-            launch_back_to_back(pair.first, pair.second, operands, config)
-            return y
+            operands = BackToBackOperands(x, filters, (first, second), residual, y, (True, relu), added)
+            z = None
+            if third is not None and pair.third is not None:
+                z = self._output(op, pair.third.output_shape)
+                operands = operands._replace(following=FollowingOperands(*third, True, z))
+            launch_back_to_back(pair, operands, config)
+            return y, z
+
+    def _fused(self, asked: Conv2dPair, device_id: int) -> tuple[Conv2dPair, BackToBackConfig | None]:
+        """Returns as much of the convolutions as one kernel computes, and how; None: not even two of them."""
+        return next(
+            (
+                (pair, config)
+                for pair in dict.fromkeys((asked, asked.without_following()))
+                if (config := self._back_to_back_choice(pair, device_id).config) is not None
+            ),
+            (asked.without_following(), None),
+        )
 
     def _back_to_back_choice(self, pair: Conv2dPair, device_id: int) -> BackToBackChoice:
         if self.kernel != "auto":
             return BackToBackChoice(None, f"{self.kernel} was asked for")
         return choose_back_to_back(pair, describe_device(device_id), spread_nan=self.spread_nan)
+
+    def _fuses_shortcut(self, problem: Conv2dProblem, device_id: int) -> bool:
+        return choose_shortcut(problem, describe_device(device_id), self.kernel, spread_nan=self.spread_nan)[0]
+
+    def fusions(self) -> Fusions:
+        """Returns which operations are one kernel on the engine's own device, that need not be."""
+        return Fusions(
+            back_to_back=lambda pair: self._back_to_back_choice(pair, self.device).config is not None,
+            shortcut=lambda problem: self._fuses_shortcut(problem, self.device),
+        )
 
     def stem_kernel(self, x_shape: tuple[int, ...], filter_shape: tuple[int, ...]) -> tuple[str | None, str]:
         """Returns the kernel that `stem` runs as, and where it runs as its parts, None and why.

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from ...engines.base import Array, Ops, stem_by_parts
+from ...engines import checks
+from ...engines.base import Array, Ops, back_to_back_by_parts, shortcut_by_parts, stem_by_parts
 from ..clock import Clock
 
 OPERATIONS = frozenset(
     name for name, value in vars(Ops).items() if callable(value) and not name.startswith("_")
-) - {"asarray", "upload", "to_numpy", "filter", "fuses_back_to_back"}  # fmt: skip
+) - {"asarray", "upload", "to_numpy", "filter", "fusions"}  # fmt: skip
 """The names in `Ops` of what a forward pass is made of."""
 
 
@@ -27,6 +28,9 @@ class Timing:
     op: str
     shape: tuple[int, ...]
     seconds: float
+
+
+GEOMETRY = {"stride", "padding", "dilation", "groups"}
 
 
 class TimedOps:
@@ -77,7 +81,50 @@ class TimedOps:
             return self._timed("stem", engine.stem, x, weight, bias, mean, std, out=out)
         return stem_by_parts(cast(Ops, self), x, weight, bias, mean, std, out)
 
+    def conv2d(self, x: Array, weight: Any, bias: Array | None = None, **options: Any) -> Array:
+        """Times the one kernel, or where a shortcut takes another, both."""
+        shortcut = options.get("shortcut")
+        if shortcut is not None:
+            problem = checks.conv2d(x, _array(weight), bias, **self._described(options))
+            if not self._ops.fusions().shortcut(problem):
+                others = {name: value for name, value in options.items() if name != "shortcut"}
+                return shortcut_by_parts(cast(Ops, self), x, weight, bias, shortcut, **others)
+        return self._timed("conv2d", self._ops.conv2d, x, weight, bias, **options)
+
+    def conv2d_back_to_back(
+        self,
+        x: Array,
+        weights: tuple[Any, Any],
+        biases: tuple[Array | None, Array | None] = (None, None),
+        **options: Any,
+    ) -> tuple[Array, Array | None]:
+        """Times the one kernel, or where the engine has none, those that take its place."""
+        arrays = _array(weights[0]), _array(weights[1])
+        asked = checks.conv2d_back_to_back(x, arrays, biases, **self._described(options))
+        if any(map(self._ops.fusions().back_to_back, (asked, asked.without_following()))):
+            return self._timed("conv2d_back_to_back", self._ops.conv2d_back_to_back, x, weights, biases, **options)
+        geometry = {name: options.pop(name) for name in GEOMETRY & options.keys()}
+        options.pop("following", None)
+        return back_to_back_by_parts(cast(Ops, self), x, weights, biases, geometry, **options)
+
+    def _described(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Returns options of a convolution as `checks` takes them."""
+        described = {name: value for name, value in options.items() if name not in ("relu", "overwrite_residual")}
+        if described.get("shortcut") is not None:
+            x0, weight0, stride0 = described["shortcut"]
+            described["shortcut"] = x0, _array(weight0), stride0
+        if described.get("following") is not None:
+            weight, bias = described["following"]
+            described["following"] = _array(weight), bias
+        return described | {"precision": self._ops.precision}
+
     def _timed(self, name: str, operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         result, seconds = self._clock.alone(partial(operation, *arguments, **options))
-        self.timings.append(Timing(name, tuple(result.shape), seconds))
+        y = result[0] if isinstance(result, tuple) else result
+        self.timings.append(Timing(name, tuple(y.shape), seconds))
         return result
+
+
+def _array(weight: Any) -> Array:
+    """The KRSC array of what an engine's `filter` returned."""
+    return getattr(weight, "weight", weight)
