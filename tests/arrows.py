@@ -96,6 +96,7 @@ ARROWS = {
     "conv2d.stem": {"jit"},
     "conv2d.stem_wgmma": {"jit"},
     "conv2d.heuristics": {"_names", "errors"},
+    "conv2d.shortcut_choice": {"errors"},
     "conv2d.tuned": {"environment", "jit"},
     "tuning": {
         *("binding", "conv2d", "engines.cuda_engine", "engines.shape_engine", "errors", "jit", "networks"),
