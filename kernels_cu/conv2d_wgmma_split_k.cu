@@ -51,48 +51,57 @@ struct Factors {
     const TensorMap &pixels, &filters;
 };
 
+// Fetches slices from `slice` on, first those of taps, of which there are `of_taps`, then the shortcut's, which `fetch` is told
+// by its second argument. Each kind has a loop of its own, so that nothing is decided in it.
+template <typename Fetch>
+__device__ __forceinline__ void in_turn(int slice, int end, int of_taps, const Fetch& fetch) {
+    for (; slice < min(end, of_taps); ++slice) fetch(slice, false);
+    for (; slice < end; ++slice) fetch(slice, true);
+}
+
 // Asks for `slices` slices of the tile at (m0, n0) from slice `begin` on, as stages become free.
 __device__ __forceinline__ void produce(const Factors& factors, const Factors& shortcut, Barriers& barriers, unsigned stages,
                                         const Conv2dParams& params, int m0, int n0, int begin, int slices) {
+    const int per_tap = params.C / SLICE_CHANNELS, all_taps = params.R * params.S * per_tap;
     const auto full_of = [&](int stage) { return shared_address(&barriers.full[stage]); };
-    const int per_tap = params.C / SLICE_CHANNELS, of_taps = params.R * params.S * per_tap;
-    const auto fetch_filters = [&](int slice, int stage) {
-        const bool adding = begin + slice >= of_taps;
-        const int number = begin + slice - (adding ? of_taps : 0);
+    const auto fetch_filters = [&](int slice, int stage, bool adding) {
+        const int number = begin + slice - (adding ? all_taps : 0);
         fetch_box(stages + stage * STAGE_BYTES + PIXEL_BYTES, adding ? shortcut.filters : factors.filters, full_of(stage),
                   number * SLICE_CHANNELS, n0);
     };
     const OutputPixel first = output_pixel(params, m0);
     const int w = first.q * params.stride_w - params.pad_w, h = first.p * params.stride_h - params.pad_h;
-    // The shortcut comes after the last row of taps, as the only tap of one more.
     const int tap = min(begin / per_tap, params.R * params.S);
     int c = (begin - tap * per_tap) * SLICE_CHANNELS, s = tap % params.S, r = tap / params.S;
-    const auto fetch_pixels = [&](int stage) {
-        const bool adding = r == params.R;
-        fetch_im2col(stages + stage * STAGE_BYTES, adding ? shortcut.pixels : factors.pixels, full_of(stage), c,
-                     adding ? first.q * params.shortcut_stride : w, adding ? first.p * params.shortcut_stride : h, first.n,
-                     s * params.dilation_w, adding ? 0 : r * params.dilation_h);
+    const auto fetch_pixels = [&](int stage, bool adding) {
+        const unsigned place = stages + stage * STAGE_BYTES;
+        if (adding) {
+            const int step = params.shortcut_stride;
+            fetch_im2col(place, shortcut.pixels, full_of(stage), c, first.q * step, first.p * step, first.n, 0, 0);
+        } else {
+            fetch_im2col(place, factors.pixels, full_of(stage), c, w, h, first.n, s * params.dilation_w, r * params.dilation_h);
+        }
         c += SLICE_CHANNELS;
         if (!adding && c == params.C) c = 0, ++s;
-        if (s == params.S) s = 0, ++r;
+        if (!adding && s == params.S) s = 0, ++r;
     };
-
+    const int of_taps = min(max(all_taps - begin, 0), slices);
     const int early = min(slices, NUM_STAGES);
     prefetch_map(factors.pixels);
-    for (int slice = 0; slice < early; ++slice) {
+    in_turn(0, early, of_taps, [&](int slice, bool adding) {
         barrier_arrive_expecting(full_of(slice), STAGE_BYTES);
-        fetch_filters(slice, slice);
-    }
+        fetch_filters(slice, slice, adding);
+    });
     wait_for_earlier_kernels();
-    for (int slice = 0; slice < early; ++slice) fetch_pixels(slice);
+    in_turn(0, early, of_taps, fetch_pixels);
     int stage = 0, parity = 0;
-    for (int slice = NUM_STAGES; slice < slices; ++slice) {
+    in_turn(NUM_STAGES, slices, of_taps, [&](int slice, bool adding) {
         barrier_wait(shared_address(&barriers.empty[stage]), parity);
         barrier_arrive_expecting(full_of(stage), STAGE_BYTES);
-        fetch_pixels(stage);
-        fetch_filters(slice, stage);
+        fetch_pixels(stage, adding);
+        fetch_filters(slice, stage, adding);
         if (++stage == NUM_STAGES) stage = 0, parity ^= 1;
-    }
+    });
 }
 
 // The products of this consumer: of its rows or of its slices.
@@ -141,9 +150,8 @@ __device__ __forceinline__ void send(const float (&sums)[TILE_N / 2], unsigned r
 
 extern "C" __global__ void __cluster_dims__(1, 1, SPLIT_K_CLUSTER) __launch_bounds__(THREADS, 1)
     conv2d_wgmma_split_k(const __grid_constant__ TensorMap pixels, const __grid_constant__ TensorMap filters,
-                         const __grid_constant__ TensorMap shortcut_pixels,
-                         const __grid_constant__ TensorMap shortcut_filters, const float* __restrict__ bias, const ELEMENT* residual,
-                         ELEMENT* y, const Conv2dParams params) {
+                         const __grid_constant__ TensorMap shortcut_pixels, const __grid_constant__ TensorMap shortcut_filters,
+                         const float* __restrict__ bias, const ELEMENT* residual, ELEMENT* y, const Conv2dParams params) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ Barriers barriers;
     if (threadIdx.x == 0) {

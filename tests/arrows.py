@@ -98,6 +98,7 @@ ARROWS = {
     "conv2d.stem_wgmma": {"jit"},
     "conv2d.back_to_back_choice": {"errors"},
     "conv2d.heuristics": {"_names", "errors"},
+    "conv2d.shortcut_choice": {"errors"},
     "conv2d.tuned": {"environment", "jit"},
     "tuning": {
         *("binding", "conv2d", "engines.cuda_engine", "engines.shape_engine", "errors", "jit", "networks"),

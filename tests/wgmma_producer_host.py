@@ -1,7 +1,7 @@
 """conv2d_wgmma.cu's producer as a program of the host, in TF32: what it asks for is multiplied as it comes.
 
-Its own text walks the tiles of all blocks, one after the other. The consumers' part, the barriers and the order of events
-are not here: every slice is there at once, and each product of `slices` of them, the kernel's own number, is a tile.
+Its own text walks the tiles of all blocks, one after the other. The consumers' part, the barriers and the order of
+events are not here: every slice is there at once, and the product of as many as the kernel counts is a tile.
 """
 
 import re
@@ -63,7 +63,8 @@ void fetch_box(unsigned place, const TensorMap& map, unsigned, int column, int f
     }
     if (++taken < slices_of(params)) return;
     for (int m = 0; m < TILE_M && m0 + m < params.gemm_m; ++m) {
-        for (int k = 0; k < TILE_N && n0 + k < params.K; ++k) y[long(m0 + m) * params.K + n0 + k] = sums[m * TILE_N + k];
+        float* const row = &y[long(m0 + m) * params.K + n0];
+        for (int k = 0; k < TILE_N && n0 + k < params.K; ++k) row[k] = sums[m * TILE_N + k];
     }
     taken = 0, ++turn;
 }

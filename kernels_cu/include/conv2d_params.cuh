@@ -16,7 +16,7 @@ struct Conv2dParams {
     int group_channels;          // C / groups
     int group_filters;           // K / groups
     int gemm_m;                  // N·P·Q: rows of the equivalent matrix product
-    int gemm_k;                  // R·S·C/groups: its depth
+    int gemm_k;                  // R·S·C/groups: its depth, without the shortcut
     int relu;                    // whether the epilogue ends with ReLU
     int shortcut_channels;       // C of a second input, a 1×1 convolution of which is added; 0: there is none
     int shortcut_stride;         // its step in both directions

@@ -32,7 +32,7 @@ from cupy_resnet.conv2d.back_to_back import (
 from cupy_resnet.conv2d.stem import pooled_shape
 from cupy_resnet.conv2d.stem_choice import STEM_LAUNCHES
 from cupy_resnet.conv2d.stem_wgmma import supports_stem_wgmma
-from cupy_resnet.conv2d.variants import Filter, Operands
+from cupy_resnet.conv2d.variants import Filter, Operands, Shortcut
 from cupy_resnet.engines.cuda_engine import CudaEngine, describe_device
 
 FAULTS = {
@@ -58,6 +58,7 @@ WIDE = replace(ALIGNED, C=128, stride_w=2)
 DENSE = replace(WIDE, stride_w=1)
 """Whole slices of 128 bytes."""
 
+SHORTCUT = replace(DENSE, shortcut_channels=64, shortcut_stride=2)
 GROUPED = Conv2dProblem(N=2, H=7, W=6, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, groups=16)
 
 
@@ -120,7 +121,7 @@ def launch_convolutions() -> None:
     import cupy
 
     device = describe_device(cupy.cuda.runtime.getDevice())
-    for shape in (ALIGNED, POINTWISE, UNALIGNED, GROUPED, WIDE, DENSE, SHALLOW):
+    for shape in (ALIGNED, POINTWISE, UNALIGNED, GROUPED, WIDE, DENSE, SHORTCUT, SHALLOW):
         for variant in VARIANTS.values():
             for precision in variant.precisions:
                 problem = replace(shape, precision=precision)
@@ -129,13 +130,17 @@ def launch_convolutions() -> None:
                 storage = problem.arithmetic.storage
                 x, residual = numbers(problem.input_shape, storage), numbers(problem.output_shape, storage)
                 filter, bias = Filter(numbers(problem.filter_shape, storage)), numbers((problem.K,), np.float32)
+                second = None
+                if problem.shortcut_channels:
+                    x0, filter0 = (numbers(s, storage) for s in (problem.shortcut_shape, problem.shortcut_filter_shape))
+                    second = Shortcut(x0, Filter(filter0))
                 candidates = variant.candidates(problem, device)
                 whole = [config for config in candidates if getattr(config, "split_k_slices", 1) == 1]
                 for config in whole if shape is SHALLOW else few(candidates):
                     y = cupy.empty(problem.output_shape, storage)
-                    variant.launch(problem, Operands(x, filter, bias, residual, y, True), config)
+                    variant.launch(problem, Operands(x, filter, bias, residual, y, True, second), config)
                 y = cupy.empty(problem.output_shape, storage)
-                variant.launch(problem, Operands(x, filter, None, None, y, False), config)
+                variant.launch(problem, Operands(x, filter, None, None, y, False, second), config)
 
 
 def launch_back_to_backs() -> None:
