@@ -16,11 +16,14 @@
 //            the other, just what the instruction takes for 8 rows of an operand that is not swizzled. The im2col matrix is
 //            the input row itself, read with overlaps. Only the last of 7 columns needs a copy beside zeros, as the column
 //            behind it, though its weights are zeros, might be NaN. A block goes down the image: each row of the convolution
-//            is computed, rounded and compared in registers with those above it, so that only pooled rows leave them. Of
-//            the two blocks of a multiprocessor one multiplies while the other pools. A warp that loads the rows itself
-//            waits for memory once per pair, however many it has asked for: its few counters of outstanding loads are
-//            waited for as a whole. So the accelerator brings them, three pairs ahead, and the producer only converts; but
-//            rows that are not aligned to 16 bytes it loads itself. Bytes are converted once each, to a table.
+//            is computed, rounded and compared in registers with those above it, so that only pooled rows leave them. As
+//            soon as its sums are rounded to half as many registers the next row's products take their place, and run while
+//            this row is compared, pooled and stored; what is left between the two is filled by the other block of the
+//            multiprocessor. The producer says for all what it has written to the tensor cores: the same fence in a
+//            consumer would wait for the outputs that are on their way to memory. A warp that loads the rows itself waits
+//            for memory once per pair, however many it has asked for: its few counters of outstanding loads are waited for
+//            as a whole. So the accelerator brings them, three pairs ahead, and the producer only converts; but rows that
+//            are not aligned to 16 bytes it loads itself. Bytes are converted once each, to a table.
 #include "dependent_launch.cuh"
 #include "normalize.cuh"
 #include "stem_params.cuh"
@@ -115,6 +118,7 @@ struct Pairs {
 };
 
 #include "stem_cells.cuh"
+#include "stem_pool.cuh"
 
 // Brings the input rows of all units of the block, in order.
 template <Source FROM>
@@ -164,6 +168,7 @@ __device__ __forceinline__ void produce(const INPUT* x, const float* mean, const
             unsigned char* const pair = shared + place * PAIR_BYTES;
             normalize ? store_cells<true>(pair, cells, conversion) : store_cells<false>(pair, cells, conversion);
         }
+        written_for_storing();  // the tensor cores read as the accelerator does
         __syncwarp();
         if (thread % 32 == 0) barrier_arrive(shared_address(&barriers.full[place]));
     }
@@ -183,149 +188,126 @@ __device__ __forceinline__ void load_filters(unsigned long long (&filters)[STEPS
     }
 }
 
-// Computes a row of the convolution from four pairs, the first of them the given one of the block.
-__device__ __forceinline__ void multiply(float (&sums)[PIXELS / 2], const unsigned long long (&filters)[STEPS][2],
-                                         unsigned pairs, unsigned first) {
-    first = __shfl_sync(~0u, first, 0);  // tells the compiler that all lanes have the same
+// Begins to compute a row of the convolution from four pairs, the first of them the given one of the block.
+__device__ __forceinline__ void begin_row(float (&sums)[PIXELS / 2], const unsigned long long (&filters)[STEPS][2],
+                                          unsigned pairs, unsigned first) {
+    // Operands differ in their lower half only, and that by numbers: two instructions for each.
+    const unsigned long long operand = plain_operand(pairs, 0, 8 * CELL_BYTES);
     warpgroup_fence();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         const int r = step / 2, half = step % 2;
-        const unsigned row = pairs + (first + r / 2) % PAIRS * PAIR_BYTES + r % 2 * ROW_BYTES;
+        const unsigned pair = static_cast<unsigned>(operand) + (first + r / 2) % PAIRS * (PAIR_BYTES / 16);
         // Cells q and q + 1, then q + 2 and the last one.
-        const int depth_step = half == 0 ? CELL_BYTES : (CELLS - 2) * CELL_BYTES;
-        warpgroup_mma<ELEMENT, PIXELS>(sums, filters[step],
-                                       plain_operand(row + half * 2 * CELL_BYTES, depth_step, 8 * CELL_BYTES), step > 0);
+        const unsigned cells = (r % 2 * ROW_BYTES + half * 2 * CELL_BYTES) / 16;
+        const unsigned depth_step = half == 0 ? CELL_BYTES / 16 : (CELLS - 2) * CELL_BYTES / 16;
+        const unsigned low = pair + cells + (depth_step << 16);
+        warpgroup_mma<ELEMENT, PIXELS>(sums, filters[step], operand >> 32 << 32 | low, step > 0);
     }
     warpgroup_commit();
+}
+
+// Waits for the row that has been begun.
+__device__ __forceinline__ void end_row(float (&sums)[PIXELS / 2]) {
     warpgroup_wait<0>();
 #pragma unroll
     for (int i = 0; i < PIXELS / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // nothing reads them earlier
 }
 
-// Of every 8 columns, for filters g and g + 8 of the warp, a word of columns 2t and 2t + 1.
-using Row = unsigned[2][BLOCKS];
+// Where in y a unit's rows go, and what of a row.
+struct Target {
+    ELEMENT* place;     // of this thread's first chunk of the row
+    int first, behind;  // pooled columns of the tile that are stored
+    int past;           // the first column behind the map
 
-__device__ __forceinline__ void copy(Row& to, const Row& from) {
-#pragma unroll
-    for (int i = 0; i < 2 * BLOCKS; ++i) to[i % 2][i / 2] = from[i % 2][i / 2];
-}
-
-// Replaces column `past`, which is odd and the first behind the map, by its left neighbour.
-__device__ __forceinline__ void leave_out(Row& row, int past) {
-    const int t = threadIdx.x % 4;
-#pragma unroll
-    for (int j = 0; j < BLOCKS; ++j) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (j * 8 + 2 * t + 1 == past) row[i][j] = __byte_perm(row[i][j], 0, 0x1010);
-        }
+    __device__ __forceinline__ Target(ELEMENT* y, const Unit& unit, const StemParams& params) {
+        const int thread = threadIdx.x % WARPGROUP, q0 = unit.column / 2;
+        first = q0 > 0 ? 1 : 0, behind = min(params.PQ - q0, POOLED), past = params.Q - unit.column;
+        const long long row = static_cast<long long>(unit.n) * params.PP + unit.first / 2;
+        place = y + (row * params.PQ + q0 + thread / 8) * params.K + thread % 8 * 8;
     }
-}
+};
 
-// Matrices of 8 × 8 elements of 2 bytes to shared memory, transposed: lane l holds elements (2 · (l % 4), l / 4) and the one
-// below, of matrix i in word i. Lanes 8i … 8i + 7 give the addresses of matrix i's rows.
-__device__ __forceinline__ void store_transposed(unsigned address, const unsigned (&words)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
-                 "r"(words[1]), "r"(words[2]), "r"(words[3])
-                 : "memory");
-}
-__device__ __forceinline__ void store_transposed(unsigned address, const unsigned (&words)[2]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(words[0]), "r"(words[1])
-                 : "memory");
-}
-
-// Pools the columns of a row: pooled column i is the largest of columns 2i − 1, 2i, 2i + 1, and of 2i, 2i + 1 for i = 0. The
-// tile gets pooled columns as rows of 64 filters.
-__device__ __forceinline__ void pool(unsigned tile, const Row& row) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % WARPGROUP / 32, t = lane % 4;
-    const int left_lane = lane / 4 * 4 + (t + 3) % 4;
-    // Where t = 3 the neighbour on the right counts from the next 8 columns: it is given those of 8 columns earlier.
-    const unsigned offer = t == 3 ? 0x5432 : 0x7654, take = t == 0 ? 0x7610 : 0x7654;
-    unsigned pooled[BLOCKS / 2][2];  // of 16 columns: pooled column t in the lower half, t + 4 in the upper
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-        unsigned before = 0;
-#pragma unroll
-        for (int j = 0; j < BLOCKS / 2; ++j) {
-            const unsigned even = __byte_perm(row[m][2 * j], row[m][2 * j + 1], 0x5410);
-            const unsigned odd = __byte_perm(row[m][2 * j], row[m][2 * j + 1], 0x7632);
-            unsigned left = __shfl_sync(~0u, __byte_perm(before, odd, offer), left_lane);
-            if (j == 0) left = __byte_perm(even, left, take);
-            const unsigned largest = larger_word(larger_word(even, odd, ELEMENT{}), left, ELEMENT{});
-            pooled[j][m] = larger_word(largest, 0, ELEMENT{});
-            before = odd;
-        }
-    }
-    const int column = lane / 16 * 8 + lane % 8 / 2 + lane % 2 * 4, chunk = warp * 2 + lane / 8 % 2;
-    const unsigned address = tile + column * TILE_PITCH + chunk * 16;
-#pragma unroll
-    for (int j = 0; j + 1 < BLOCKS / 2; j += 2) {
-        const unsigned words[4] = {pooled[j][0], pooled[j][1], pooled[j + 1][0], pooled[j + 1][1]};
-        store_transposed(address + j * 8 * TILE_PITCH, words);
-    }
-    if constexpr (BLOCKS / 2 % 2 == 1) store_transposed(address + (BLOCKS / 2 - 1) * 8 * TILE_PITCH, pooled[BLOCKS / 2 - 1]);
-}
-
-// Multiplies and pools all units of the block.
+// Multiplies and pools all units of the block; there is at least one.
 __device__ __forceinline__ void consume(const unsigned long long (&filters)[STEPS][2], const float (&biases)[2], ELEMENT* y,
                                         unsigned char* shared, Barriers& barriers, const Units& units,
                                         const StemParams& params) {
-    const int thread = threadIdx.x % WARPGROUP, chunk = thread % 8;
-    const float infinity = __int_as_float(0x7f800000);
-    const unsigned lowest = pack_pair(-infinity, -infinity, ELEMENT{});
-    unsigned char* tile = shared + PAIRS * PAIR_BYTES;
-    int to_other = TILE_BYTES;
+    const int thread = threadIdx.x % WARPGROUP;
+    const unsigned char* const source = shared + thread / 8 * TILE_PITCH + thread % 8 * 16;
+    int tile = PAIRS * PAIR_BYTES, other_tile = tile + TILE_BYTES;
     unsigned pair = 0, arrived = 0;  // the one that the row begins with, and how many have been waited for, of the block
-    for (unsigned number = blockIdx.x; number < units.count; number += gridDim.x) {
-        const Unit unit(number, units, params);
-        const int past = params.Q - unit.column, q0 = unit.column / 2;
-        const int first = q0 > 0 ? 1 : 0, behind = min(params.PQ - q0, POOLED);  // pooled columns of the tile that are stored
-        const long long pixel = static_cast<long long>(unit.n) * params.PP * params.PQ + q0 + thread / 8;
-        ELEMENT* const place = y + pixel * params.K + chunk * 8;
-        Row kept;  // the largest of the rows above that belong to the next pooled row
+    const auto wait_for_pairs = [&](unsigned end) {
+#pragma unroll 1
+        for (; arrived < end; ++arrived) barrier_wait(shared_address(&barriers.full[arrived % PAIRS]), arrived / PAIRS & 1);
+    };
+    unsigned number = blockIdx.x;
+    Unit unit(number, units, params);
+    int p = unit.first;
+    Target target(y, unit, params);
+    float sums[PIXELS / 2];
+    Row row, kept;  // kept: of the rows above those that belong to the next pooled row, the largest, or 0
+    const auto pack = [&] {
 #pragma unroll
-        for (int i = 0; i < 2 * BLOCKS; ++i) kept[i % 2][i / 2] = lowest;
-        for (int p = unit.first; p <= unit.last; ++p) {
-            for (; arrived < pair + PAIRS_READ; ++arrived) {
-                barrier_wait(shared_address(&barriers.full[arrived % PAIRS]), arrived / PAIRS & 1);
-            }
-            // The tensor cores read as the accelerator does. Whoever has written could say so as well, but would wait for
-            // the pixels that are on their way.
-            written_for_storing();
-            float sums[PIXELS / 2];
-            multiply(sums, filters, shared_address(shared), pair);
-            for (const unsigned read = pair + (p == unit.last ? PAIRS_READ : 1); pair < read; ++pair) {
-                if (thread % 32 == 0) barrier_arrive(shared_address(&barriers.empty[pair % PAIRS]));
-            }
-            Row row, largest;
+        for (int i = 0; i < 2 * BLOCKS; ++i) {
+            const int m = i % 2, j = i / 2;
+            row[m][j] = pack_pair(sums[2 * i] + biases[m], sums[2 * i + 1] + biases[m], ELEMENT{});
+        }
+    };
+    const auto finish = [&] {
 #pragma unroll
-            for (int i = 0; i < 2 * BLOCKS; ++i) {
-                const int m = i % 2, j = i / 2;
-                row[m][j] = pack_pair(sums[2 * i] + biases[m], sums[2 * i + 1] + biases[m], ELEMENT{});
-                largest[m][j] = larger_word(kept[m][j], row[m][j], ELEMENT{});
-            }
-            if (p % 2 == 0 && p < params.P - 1) {  // no pooled row ends here
-                copy(kept, largest);
-                continue;
-            }
-            copy(kept, row);
-            if (p % 2 == 1 && p == unit.first) continue;  // nor here, but in the unit above
-            if (past < PIXELS && past % 2 == 1) leave_out(largest, past);
-            pool(shared_address(tile), largest);
-            role_sync(2);  // also: all have read the other tile, which is the next to be written
-            ELEMENT* const target = place + static_cast<long long>(p / 2) * params.PQ * params.K;
+        for (int i = 0; i < 2 * BLOCKS; ++i) {
+            const int m = i % 2, j = i / 2;
+            kept[m][j] = larger_word(larger_word(kept[m][j], row[m][j], ELEMENT{}), 0, ELEMENT{});
+        }
+        if (p % 2 == 0 && p < params.P - 1) return;  // no pooled row ends here
+        if (target.past < PIXELS && target.past % 2 == 1) leave_out(kept, target.past);
+        pool(shared_address(shared) + tile, kept);
+        copy(kept, row);
+        role_sync(2);  // also: all have read the other tile, which is the next to be written
+        const int behind = p % 2 == 1 && p == unit.first ? 0 : target.behind;  // what ends here belongs to the unit above
 #pragma unroll
-            for (int i = 0; i < POOLED; i += WARPGROUP / 8) {
-                const int q = i + thread / 8;
-                if (first <= q && q < behind) {
-                    store_chunk(target + static_cast<long long>(i) * params.K, load_chunk(tile + q * TILE_PITCH + chunk * 16));
-                }
+        for (int i = 0; i < POOLED; i += WARPGROUP / 8) {
+            const int q = i + thread / 8;
+            if (target.first <= q && q < behind) {
+                store_chunk(target.place + static_cast<long long>(i) * params.K, load_chunk(source + tile + i * TILE_PITCH));
             }
-            tile += to_other;
-            to_other = -to_other;
+        }
+        target.place += static_cast<long long>(params.PQ) * params.K;
+        const int written = tile;
+        tile = other_tile, other_tile = written;
+    };
+    const auto clear = [](Row& row) {
+#pragma unroll
+        for (int i = 0; i < 2 * BLOCKS; ++i) row[i % 2][i / 2] = 0;
+    };
+    clear(kept);
+    wait_for_pairs(PAIRS_READ);
+    begin_row(sums, filters, shared_address(shared), 0);
+    while (true) {
+        // The next row begins as soon as the sums of this one are out of its way: what is left to do for this one is done
+        // beside its products.
+        end_row(sums);
+        pack();
+        const bool ends = p == unit.last;
+        if (ends && number + gridDim.x >= units.count) break;
+        const unsigned next = pair + (ends ? PAIRS_READ : 1);
+        wait_for_pairs(next + PAIRS_READ);
+        begin_row(sums, filters, shared_address(shared), next);
+#pragma unroll 1
+        for (; pair < next; ++pair) {
+            if (thread % 32 == 0) barrier_arrive(shared_address(&barriers.empty[pair % PAIRS]));
+        }
+        finish();
+        ++p;
+        if (ends) {
+            number += gridDim.x;
+            unit = Unit(number, units, params);
+            p = unit.first;
+            target = Target(y, unit, params);
+            clear(kept);
         }
     }
+    finish();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -365,5 +347,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int i = 0; i < 2 * STEPS; ++i) asm volatile("" : "+l"(filters[i / 2][i % 2]));
     wait_for_earlier_kernels();  // they may still read y
-    consume(filters, biases, y + k0, shared, barriers, units, params);
+    if (blockIdx.x < units.count) consume(filters, biases, y + k0, shared, barriers, units, params);
 }

@@ -1,8 +1,9 @@
 """conv2d_stem_wgmma.cu as a library of the host: its own text; C++ plays threads, barriers, shuffles and tensor cores.
 
 A block runs with all its threads, in turns at random. Instructions on warps and warpgroups exchange their operands as
-the PTX ISA tells. Products are computed no sooner than they are waited for, so that an operand that is overwritten too
-early gives a wrong result; shared memory and the output begin as NaN.
+the PTX ISA tells. Products are computed as soon as they are asked for, so that an operand that is not there yet gives a
+wrong result, or no sooner than they are waited for, so that one that is overwritten too early does: by turns. Shared
+memory and the output begin as NaN.
 """
 
 import ctypes
@@ -37,7 +38,7 @@ def host_source() -> str:
         if found[1] == "warpgroup.cuh":
             (text,) = re.findall(r"[^\n]*plain_operand\(.*?\n\}\n", text, re.DOTALL)
             return str(text)
-        if found[1] not in ("normalize.cuh", "stem_params.cuh", "stem_cells.cuh"):
+        if found[1] not in ("normalize.cuh", "stem_params.cuh", "stem_cells.cuh", "stem_pool.cuh"):
             return ""
         return re.sub(r"#include .*|#pragma once", "", text)
 

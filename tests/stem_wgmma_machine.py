@@ -101,16 +101,19 @@ struct Barrier {
 };
 std::map<unsigned, Barrier> barriers_at;
 const char* failure;
-size_t __cvta_generic_to_shared(const void* pointer) {
+unsigned shared_address(const void* pointer) {
     const auto byte = static_cast<const unsigned char*>(pointer);
     if (byte >= shared && byte < shared + sizeof shared) return byte - shared;
     return 0x100000 + (reinterpret_cast<size_t>(pointer) & 0xffff);
 }
 void barrier_init(unsigned address, int count) { barriers_at[address] = {count, count, 0, 0}; }
 void barrier_init_done() {}
-bool unfenced[256];  // threads that have waited for others' stores since their last fence
+bool unfenced[256];  // threads that have stored since their last fence
 void written_for_storing() { unfenced[threadIdx.x] = false; }
 void barrier_arrive(unsigned address) {
+    for (unsigned lane = 0; lane < 32; ++lane) {
+        if (unfenced[threadIdx.x / 32 * 32 + lane]) failure = "stores that tensor cores may not see";
+    }
     Barrier& barrier = barriers_at.at(address);
     --barrier.pending;
     barrier.complete_if_all_is_there();
@@ -121,7 +124,6 @@ void barrier_arrive_expecting(unsigned address, int bytes) {
 }
 void barrier_wait(unsigned address, int parity) {
     wait_until([&] { return barriers_at.at(address).phase % 2 != parity; });
-    unfenced[threadIdx.x] = true;
 }
 void let_next_kernel_start() {}
 bool may_touch[256];
@@ -161,6 +163,8 @@ void store_chunk(void* place, const Chunk& chunk) {
         if (!may_touch[threadIdx.x]) failure = "a store before earlier kernels have ended";
         if (failure) return;
         ++writes[(byte - y_begin) / 16];
+    } else {
+        unfenced[threadIdx.x] = true;
     }
     if (reinterpret_cast<size_t>(place) % 16) failure = "a store that is not aligned";
     memcpy(place, &chunk, 16);
@@ -185,26 +189,28 @@ void store_matrices(unsigned address, const unsigned (&words)[COUNT]) {
 struct Product { unsigned a[4]; unsigned long long b; bool accumulate; float* sums; };
 std::vector<Product> asked[256];
 bool committed[256];
-unsigned fragments[256][4];
+unsigned groups[256];  // of products, counted from a random number; every second one is computed at once
 void warpgroup_fence() {}
-void warpgroup_commit() { committed[threadIdx.x] = true; }
+void compute_products();
+void warpgroup_commit() {
+    committed[threadIdx.x] = true;
+    if (++groups[threadIdx.x] % 2) compute_products();
+}
 template <typename Element, int N>
 void warpgroup_mma(float (&sums)[N / 2], const unsigned long long (&a)[2], unsigned long long b, bool accumulate) {
-    if (unfenced[threadIdx.x]) failure = "stores that tensor cores may not see";
     const unsigned words[] = {unsigned(a[0]), unsigned(a[0] >> 32), unsigned(a[1]), unsigned(a[1] >> 32)};
     asked[threadIdx.x].push_back({{words[0], words[1], words[2], words[3]}, b, accumulate, sums});
     for (float& sum : sums) if (!accumulate) sum = NAN;
 }
 template <typename Element, int N>
-void compute(const Product& product) {
-    const int thread = threadIdx.x, lane = thread % 32, g = lane / 4, t = lane % 4;
-    memcpy(fragments[thread], product.a, 16);
-    warpgroup_sync();
+void compute(unsigned which) {
+    const int thread = threadIdx.x, t = thread % 4;
+    const Product& product = asked[thread][which];
     const auto value = [](unsigned word, int half) { return to_float(Element{(unsigned short)(word >> 16 * half)}); };
     float rows[2][16];
     for (int i = 0; i < 2; ++i) {
         for (int k = 0; k < 16; ++k) {
-            rows[i][k] = value(fragments[thread - t + k % 8 / 2][k / 8 * 2 + i], k % 2);
+            rows[i][k] = value(asked[thread - t + k % 8 / 2][which].a[k / 8 * 2 + i], k % 2);
         }
     }
     const unsigned start = (product.b & 0x3fff) * 16, leading = (product.b >> 16 & 0x3fff) * 16;
@@ -221,8 +227,6 @@ void compute(const Product& product) {
         }
         product.sums[v] = sum;
     }
-    (void)g;
-    warpgroup_sync();
 }
 void wait_for_products();
 template <int PENDING>
@@ -233,12 +237,17 @@ void warpgroup_wait() {
 """
 
 MAIN = r"""
+void compute_products() {
+    warpgroup_sync();
+    for (unsigned i = 0; i < asked[threadIdx.x].size(); ++i) compute<ELEMENT, PIXELS>(i);
+    warpgroup_sync();
+    asked[threadIdx.x].clear();
+}
 void wait_for_products() {
     if (!committed[threadIdx.x]) failure = "products that are not committed";
     committed[threadIdx.x] = false;
     for (int i = draw() % 4; i > 0; --i) rest();
-    for (const Product& product : asked[threadIdx.x]) compute<ELEMENT, PIXELS>(product);
-    asked[threadIdx.x].clear();
+    compute_products();
 }
 static std::function<void()> program;
 static void run() {
@@ -267,6 +276,7 @@ extern "C" __attribute__((visibility("default"))) const char* run_block(
     for (int i = 0; i < 256; ++i) {
         stacks[i].resize(1 << 16);
         asked[i].clear();
+        groups[i] = seed;
         committed[i] = may_touch[i] = unfenced[i] = threads[i].ended = false;
         getcontext(&threads[i].context);
         threads[i].context.uc_stack.ss_sp = stacks[i].data();
@@ -290,6 +300,9 @@ extern "C" __attribute__((visibility("default"))) const char* run_block(
         if (idle == 2000) failure = "nobody can go on";
     }
     if (!failure && barriers_at.size() != 2 * PAIRS + STAGES) failure = "barriers that are not initialised";
+    for (const bool waits : committed) {
+        if (!failure && waits) failure = "products that nobody waits for";
+    }
     if (!failure && !fetches.empty()) failure = "a fetch that nobody waits for";
     return failure;
 }

@@ -182,13 +182,18 @@ def test_a_non_finite_pixel_reaches_exactly_its_receptive_field(libraries: Libra
 
 
 MISTAKES = {
-    "a pair is given back too early": ("PAIRS_READ : 1); pair < read", "PAIRS_READ : 2); pair < read"),
-    "a pair is not waited for": ("arrived < pair + PAIRS_READ;", "arrived < pair + PAIRS_READ - 1;"),
+    "a pair is given back too early": ("barriers.empty[pair % PAIRS]", "barriers.empty[(pair + 1) % PAIRS]"),
+    "a pair is not waited for": ("wait_for_pairs(next + PAIRS_READ);", "wait_for_pairs(next + PAIRS_READ - 1);"),
     "the place is not waited for": ("~(number / PAIRS) & 1", "number / PAIRS & 1"),
     "a stage is not waited for": ("number / STAGES & 1", "~(number / STAGES) & 1"),
     "a stage is overwritten too early": ("if (number > 0) barrier_wait", "if (number > 99) barrier_wait"),
-    "stores without a fence": ("            written_for_storing();\n", ""),
-    "no copy of the last column": ("(CELLS - 2) * CELL_BYTES;", "CELL_BYTES;"),
+    "stores without a fence": ("written_for_storing();  // the tensor", "// the tensor"),
+    "sums are read too early": (
+        "        end_row(sums);\n        pack();\n",
+        "        pack();\n        end_row(sums);\n",
+    ),
+    "a row that ends in the unit above is stored": ("? 0 : target.behind", "? target.behind : target.behind"),
+    "no copy of the last column": ("(CELLS - 2) * CELL_BYTES / 16;", "CELL_BYTES / 16;"),
     "columns outside of the map": ("past % 2 == 1) leave_out", "past % 2 == 2) leave_out"),
     "y before earlier kernels have ended": ("wait_for_earlier_kernels();  // they may", "// they may"),
 }

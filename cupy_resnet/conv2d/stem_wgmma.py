@@ -27,7 +27,7 @@ _PAIRS = 8  # of input rows in shared memory
 _STAGES = 4  # pairs of them on their way there
 _INPUT_BYTES = {"unsigned char": 1, "float": 4, "Half": 2, "BFloat16": 2}
 _CYCLES_PER_ROW_AND_PIXEL = 7  # 14 instructions, each of which takes half a cycle per column
-_CYCLES_AFTER_A_ROW = 450  # until its block multiplies again
+_CYCLES_AFTER_A_ROW = 300  # until its block multiplies again: sums are rounded
 _CYCLES_BEFORE_A_UNIT = 100
 
 
@@ -99,7 +99,7 @@ def column_tiles(PQ: int, pixels: int) -> int:
 def tiling(y_shape: tuple[int, ...], sm_count: int) -> Tiling:
     """Returns what is expected to take the least time.
 
-    A multiprocessor has two blocks. Their products take turns; the rest of what one does happens beside the other's
+    A multiprocessor has two blocks. Their products take turns; the rest of what one does happens beside
     products. A stripe costs a row of the convolution that the one above has computed too.
 
     Args:
