@@ -96,7 +96,8 @@ ARROWS = {
     "conv2d.wgmma_3xtf32": {"jit"},
     "conv2d.stem": {"jit"},
     "conv2d.stem_wgmma": {"jit"},
-    "conv2d.back_to_back_choice": {"errors"},
+    "conv2d.pieces": {"errors"},
+    "conv2d.shortcut_choice": {"errors"},
     "conv2d.heuristics": {"_names", "errors"},
     "conv2d.tuned": {"environment", "jit"},
     "tuning": {

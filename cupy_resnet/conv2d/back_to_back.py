@@ -12,9 +12,9 @@ from . import configs, tensor_maps
 from .configs import BackToBackConfig
 from .device import Device
 from .params import conv2d_params
-from .problem import Conv2dProblem
+from .problem import Conv2dPair, Conv2dProblem
 from .tensor_core_variants import Wgmma, multiprocessors
-from .variant import NULL, Filter, Support, blocks
+from .variant import NULL, Filter, Shortcut, Support, blocks
 
 if TYPE_CHECKING:
     import cupy
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BackToBackConfig",
     "BackToBackOperands",
+    "Following",
     "back_to_back_candidates",
     "back_to_back_problem",
     "configurations",
@@ -37,6 +38,22 @@ _FIRST = Wgmma()
 """The kernel that would compute the first convolution on its own takes its pixels the same way."""
 
 
+class Following(NamedTuple):
+    """The arrays of a third convolution, 1×1, on what the second computes; like those of `BackToBackOperands`.
+
+    Args:
+        filter: KRSC.
+        bias: (K,) float32, or None.
+        relu: whether a ReLU ends it.
+        z: its output, NPQK; none of the others' arrays.
+    """
+
+    filter: Filter
+    bias: "cupy.ndarray | None"
+    relu: bool
+    z: "cupy.ndarray"
+
+
 class BackToBackOperands(NamedTuple):
     """The arrays of both convolutions on one device, C-contiguous, 16-byte aligned, of the precision's storage dtype.
 
@@ -44,17 +61,21 @@ class BackToBackOperands(NamedTuple):
         x: the first one's input, NHWC.
         filters: of the first and the second, KRSC.
         biases: (K,) float32 each, or None.
-        residual: NPQK, of the second one's output; it is added before the last ReLU.
+        residual: NPQK, of the second one's output; it is added before the last ReLU. None with a shortcut.
         y: NPQK; may be the residual.
         relus: whether a ReLU ends the first, and the second.
+        shortcut: there exactly if the pair has one, in the residual's place.
+        following: there exactly if a third convolution follows.
     """
 
     x: "cupy.ndarray"
     filters: tuple[Filter, Filter]
     biases: "tuple[cupy.ndarray | None, cupy.ndarray | None]"
-    residual: "cupy.ndarray"
+    residual: "cupy.ndarray | None"
     y: "cupy.ndarray"
     relus: tuple[bool, bool]
+    shortcut: Shortcut | None = None
+    following: Following | None = None
 
 
 def back_to_back_problem(first: Conv2dProblem, K: int) -> Conv2dProblem:
@@ -71,15 +92,18 @@ def configurations() -> Sequence[BackToBackConfig]:
     return configs.BACK_TO_BACK
 
 
-def supports_back_to_back(first: Conv2dProblem, second: Conv2dProblem, device: Device) -> Support:
-    """Whether the kernel computes `second` behind `first` on `device`, and if not, why."""
+def supports_back_to_back(pair: Conv2dPair, device: Device) -> Support:
+    """Whether the kernel computes all of `pair` on `device`, and if not, why."""
+    first, second = pair.first, pair.second
     if first.precision not in PRECISION_NAMES:
         return False, f"computes in {' or '.join(PRECISION_NAMES)}, not in {first.precision}"
     supported, why_not = _FIRST.supports(first, device)
     if not supported:
         return False, why_not
-    if second != back_to_back_problem(first, second.K):
-        return False, "needs a second convolution of 1×1, stride 1, padding 0, groups 1 behind the first"
+    if pair.shortcut_channels:
+        return False, "computes no shortcut"
+    if pair.following:
+        return False, "computes no third convolution"
     exceeded = second.limit_exceeded()
     if exceeded is not None:
         return False, exceeded
@@ -93,24 +117,23 @@ def supports_back_to_back(first: Conv2dProblem, second: Conv2dProblem, device: D
     return True, ""
 
 
-def back_to_back_candidates(first: Conv2dProblem, second: Conv2dProblem, device: Device) -> Sequence[BackToBackConfig]:
-    """Returns the configurations that compute both on `device`; none where the kernel does not support them."""
-    if not supports_back_to_back(first, second, device)[0]:
+def back_to_back_candidates(pair: Conv2dPair, device: Device) -> Sequence[BackToBackConfig]:
+    """Returns the configurations that compute `pair` on `device`; none where the kernel does not support it."""
+    if not supports_back_to_back(pair, device)[0]:
         return ()
-    wanted = first.precision, first.K
+    wanted = pair.precision, pair.first.K
     return [config for config in configs.BACK_TO_BACK if (config.precision, config.mid_channels) == wanted]
 
 
-def launch_back_to_back(
-    first: Conv2dProblem, second: Conv2dProblem, operands: BackToBackOperands, config: BackToBackConfig
-) -> None:
+def launch_back_to_back(pair: Conv2dPair, operands: BackToBackOperands, config: BackToBackConfig) -> None:
     """Enqueues the kernel on the current stream of the current device.
 
     Args:
-        first, second: what `supports_back_to_back`; N·P·Q must not be 0.
-        operands: their arrays.
+        pair: what `supports_back_to_back`; N·P·Q must not be 0.
+        operands: its arrays.
         config: one of `back_to_back_candidates`.
     """
+    first, second = pair.first, pair.second
     kernel = jit.get_function(name, defines=config.defines())
     first_filter, second_filter = (filter.weight for filter in operands.filters)
     arguments = (

@@ -64,6 +64,15 @@ class OpRecord:
     as_conv2d: Conv2dProblem | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fusions:
+    """What is recorded as one kernel: convolutions in a row, one with its shortcut, the stem."""
+
+    back_to_back: Callable[[Conv2dPair], bool] = lambda pair: False
+    shortcut: Callable[[Conv2dProblem], bool] = lambda problem: False
+    stem: bool = False
+
+
 class ShapeEngine:
     """Implements `base.Ops` on `ShapeArray`; `records` grows by one `OpRecord` per operation that would be launched.
 
@@ -72,7 +81,7 @@ class ShapeEngine:
     Args:
         precision: a key of `conv2d.precision.PRECISIONS`.
         fused_stem: whether `stem` is recorded as the one kernel that it may be, or as its parts.
-        fuses_pair: says of which convolutions in a row the same is true; by default of none.
+        fuses_pair: says of which convolutions in a row the same is true; by default of none. Or `fusions` says all.
     """
 
     name = "shapes"
@@ -83,11 +92,12 @@ class ShapeEngine:
         *,
         fused_stem: bool = False,
         fuses_pair: Callable[[Conv2dPair], bool] = lambda pair: False,
+        fusions: Fusions | None = None,
     ) -> None:
         self.precision = precision
         self.arithmetic = PRECISIONS[precision]
-        self.fused_stem = fused_stem
-        self._fuses_pair = fuses_pair
+        self.fused_stem = fused_stem if fusions is None else fusions.stem
+        self._fuses_pair = fuses_pair if fusions is None else fusions.back_to_back
         self.records: list[OpRecord] = []
 
     def asarray(self, x: Any) -> ShapeArray:

@@ -139,7 +139,7 @@ class Convolutions(Layouts):
             # As in `conv2d`: of the residual too, each element is read before it is overwritten.
             y = self._output(op, pair.output_shape, residual if overwrite_residual else None)
             operands = BackToBackOperands(x, filters, (first, second), residual, y, (True, relu))
-            launch_back_to_back(pair.first, pair.second, operands, config)
+            launch_back_to_back(pair, operands, config)
             return y
 
     def _back_to_back_choice(self, pair: Conv2dPair, device_id: int) -> BackToBackChoice:
