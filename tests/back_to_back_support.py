@@ -15,10 +15,10 @@ def always(monkeypatch: pytest.MonkeyPatch, place: int = 0) -> None:
     """Pairs are one kernel wherever it applies, in the candidate at a place of the list."""
 
     def choose(pair: Conv2dPair, device: Device, spread_nan: bool, known: tuned.Lookup | None) -> BackToBackChoice:
-        supported, why_not = supports_back_to_back(*pair.parts, device)
+        supported, why_not = supports_back_to_back(pair, device)
         if not supported or pair.N == 0:
             return BackToBackChoice(None, why_not)
-        candidates = back_to_back_candidates(*pair.parts, device)
+        candidates = back_to_back_candidates(pair, device)
         return BackToBackChoice(candidates[place % len(candidates)], "always")
 
     monkeypatch.setattr(back_to_back_choice, "_choose", choose)

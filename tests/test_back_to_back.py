@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from wgmma_support import STATIC_SHARED, Gpus, assert_constants, collected_launches, parameters, two_gpus
 
-from cupy_resnet.conv2d import H100, Conv2dProblem, back_to_back, tensor_maps
+from cupy_resnet.conv2d import H100, Conv2dPair, Conv2dProblem, back_to_back, tensor_maps
 from cupy_resnet.conv2d.back_to_back import (
     BackToBackConfig,
     BackToBackOperands,
@@ -50,9 +50,8 @@ def test_the_second_convolution_is_pointwise_on_what_the_first_computes() -> Non
 @pytest.mark.parametrize("K", [128, 256, 2048])
 def test_it_solves_bottlenecks(precision: str, changes: dict[str, int], K: int) -> None:
     first = replace(PLAIN, precision=precision, **changes)
-    second = back_to_back_problem(first, K)
-    assert supports_back_to_back(first, second, H100) == (True, "")
-    candidates = back_to_back_candidates(first, second, H100)
+    assert supports_back_to_back(Conv2dPair(first, K), H100) == (True, "")
+    candidates = back_to_back_candidates(Conv2dPair(first, K), H100)
     assert [(c.precision, c.mid_channels, c.tile_m) for c in candidates] == [(precision, first.K, m) for m in (128, 64)]
 
 
@@ -70,24 +69,13 @@ def test_it_solves_bottlenecks(precision: str, changes: dict[str, int], K: int) 
 )  # fmt: skip
 def test_what_it_does_not_solve(changes: dict[str, Any], K: int, why_not: str) -> None:
     first = replace(PLAIN, **changes)
-    second = back_to_back_problem(first, K)
-    assert supports_back_to_back(first, second, H100) == (False, why_not)
-    assert not back_to_back_candidates(first, second, H100)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"R": 3, "pad_h": 1}, {"stride_w": 2}, {"H": 13}, {"C": 128}, {"precision": "bf16"}]
-)
-def test_the_second_must_be_pointwise_behind_the_first(changes: dict[str, Any]) -> None:
-    second = replace(back_to_back_problem(PLAIN, 256), **changes)
-    supported, why_not = supports_back_to_back(PLAIN, second, H100)
-    assert not supported
-    assert why_not == "needs a second convolution of 1×1, stride 1, padding 0, groups 1 behind the first"
+    assert supports_back_to_back(Conv2dPair(first, K), H100) == (False, why_not)
+    assert not back_to_back_candidates(Conv2dPair(first, K), H100)
 
 
 def test_it_needs_compute_capability_9_0() -> None:
     device = replace(H100, name="A100", compute_capability=(8, 0))
-    supported, why_not = supports_back_to_back(PLAIN, back_to_back_problem(PLAIN, 256), device)
+    supported, why_not = supports_back_to_back(Conv2dPair(PLAIN, 256), device)
     assert (supported, why_not) == (False, "needs compute capability 9.0, A100 has 8.0")
 
 
@@ -212,7 +200,7 @@ def test_the_launch(
 ) -> None:
     first = replace(PLAIN, C=128, K=config.mid_channels, S=2, stride_h=2, precision=config.precision)
     second = back_to_back_problem(first, 384)
-    launch_back_to_back(first, second, named_operands(biases, relus), config)
+    launch_back_to_back(Conv2dPair(first, 384), named_operands(biases, relus), config)
     ((kernel, _, block, arguments, options),) = launches
     assert kernel == (NAME, config.defines())
     assert block == (config.threads,)
@@ -242,8 +230,8 @@ def test_a_block_per_tile_or_per_multiprocessor(
 ) -> None:
     gpus.current = gpu
     first = replace(PLAIN, **changes)
-    second = back_to_back_problem(first, 256)
-    for config in back_to_back_candidates(first, second, H100):
-        launch_back_to_back(first, second, named_operands(("a", "b"), (True, True)), config)
+    pair = Conv2dPair(first, 256)
+    for config in back_to_back_candidates(pair, H100):
+        launch_back_to_back(pair, named_operands(("a", "b"), (True, True)), config)
     grids = tuple(grid[0] for _, grid, *_ in launches)
     assert grids == (tiles or (multiprocessors,) * 2)

@@ -228,7 +228,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
         convolution,
         "launch_back_to_back",
-        lambda first, second, operands, config: engine.launched.append(("two", operands)),
+        lambda pair, operands, config: engine.launched.append(("two", operands)),
     )
     return engine
 
@@ -310,7 +310,7 @@ class AsIfCuda(Fusing):
     """Computes with NumPy what `explain` says of the pairs of an H100."""
 
     def fuses_back_to_back(self, *shapes: Any, **geometry: Any) -> bool:
-        return back_to_back.supports_back_to_back(*checks.conv2d_pair(*shapes, "fp16", **geometry).parts, H100)[0]
+        return back_to_back.supports_back_to_back(checks.conv2d_pair(*shapes, "fp16", **geometry), H100)[0]
 
 
 def test_a_profile_times_a_pair_as_one(monkeypatch: pytest.MonkeyPatch) -> None:

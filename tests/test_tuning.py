@@ -15,7 +15,7 @@ from cupy_resnet.errors import EngineUnavailableError
 from cupy_resnet.networks import describe, list_models
 from cupy_resnet.tuning import Candidate, Tuner, Workload, candidates, network_problems, possible_precision, tune
 from cupy_resnet.tuning import bench as gpu_bench
-from cupy_resnet.tuning.workloads import HOPELESS
+from cupy_resnet.tuning.entrants import HOPELESS
 
 T4 = Device(name="T4", compute_capability=(7, 5), sm_count=40, shared_memory_per_block=64 << 10)
 A100 = Device(name="A100", compute_capability=(8, 0), sm_count=108, shared_memory_per_block=163 << 10)

@@ -12,7 +12,8 @@ import pytest
 from cli_support import ROOT, environment
 from tuning_support import LAYER, PLAIN, entry, fresh_tables
 
-from cupy_resnet.conv2d import H100, VARIANTS, Device, choose, tuned
+from cupy_resnet.conv2d import H100, VARIANTS, Conv2dPair, Device, choose, choose_shortcut, tuned
+from cupy_resnet.conv2d.back_to_back_choice import choose_back_to_back
 from cupy_resnet.tuning import Candidate, candidates, remember, write_table
 
 GPU = replace(H100, name="NVIDIA Imaginary 100")
@@ -343,5 +344,11 @@ def test_the_table_that_comes_with_the_package(gpu: str, monkeypatch: pytest.Mon
     assert table.dump() == path.read_bytes()
     assert table.gpu == tuned.family("NVIDIA H200") == "NVIDIA H200"
     for problem, spread_nan in table.entries:
-        choice = choose(problem, replace(H100, name=gpu), spread_nan=spread_nan)
-        assert choice.reason.startswith("tuned on NVIDIA H200"), problem
+        device = replace(H100, name=gpu)
+        if isinstance(problem, Conv2dPair):
+            reason = choose_back_to_back(problem, device, spread_nan=spread_nan).reason
+        elif problem.shortcut_channels:
+            reason = choose_shortcut(problem, device, spread_nan=spread_nan)[1]
+        else:
+            reason = choose(problem, device, spread_nan=spread_nan).reason
+        assert reason.removeprefix("two kernels are faster: ").startswith("tuned on NVIDIA H200"), problem

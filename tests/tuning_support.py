@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cupy_resnet.conv2d import H100, Conv2dProblem, Device, tuned
+from cupy_resnet.conv2d.problem import Problem
 from cupy_resnet.conv2d.tuned import Entry, config_fields
 from cupy_resnet.tuning import Candidate, Workload, candidates, remembering
 
@@ -40,7 +41,7 @@ def rank(problem: Conv2dProblem, candidate: Candidate) -> int:
     return _ranks(problem)[candidate]
 
 
-def entry(candidate: Candidate, problem: Conv2dProblem, **changes: Any) -> Entry:
+def entry(candidate: Candidate, problem: Problem, **changes: Any) -> Entry:
     """An entry by which `candidate` is the fastest."""
     values: dict[str, Any] = {
         "problem": problem,

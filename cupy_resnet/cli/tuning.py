@@ -1,6 +1,5 @@
 """`cupy-resnet tune`: times kernels on this GPU, and remembers which was fastest."""
 
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +9,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from .. import jit
-from ..conv2d import PRECISIONS, Conv2dPair
+from ..conv2d import PRECISIONS
 from .console import make_table, print_json, print_table, say
 from .networks import SizeOption
 from .options import JsonOption, ModelArgument, one_of
@@ -146,15 +145,15 @@ def _print_report(report: "Report") -> None:
 def _pass_microseconds(report: "Report") -> dict[int, tuple[float, float]]:
     """Batch size to the time of its convolutions in a forward pass, by the cost model's choice and by the fastest.
 
-    Convolutions that were timed as a pair too count with it, and not by themselves.
+    What was timed as part of something larger counts with that, and not by itself: there it is no slower.
     """
-    in_pairs = Counter[Any]()
-    for result in report.results:
-        if isinstance(result.workload.problem, Conv2dPair):
-            in_pairs += Counter(dict.fromkeys(result.workload.problem.parts, result.workload.count))
+    from ..tuning.workloads import counted_alone
+
+    counts = counted_alone({result.workload.problem: result.workload.count for result in report.results})
     totals: dict[int, tuple[float, float]] = {}
     for result in report.results:
-        problem, count = result.workload.problem, result.workload.count - in_pairs[result.workload.problem]
+        problem = result.workload.problem
+        count = counts[problem]
         before, after = totals.get(problem.N, (0.0, 0.0))
         before += count * (result.model_microseconds or result.microseconds)
         totals[problem.N] = before, after + count * result.microseconds

@@ -2,10 +2,13 @@
 
 It ends a ResNet's bottleneck: the map between the two, and what it costs to store and to read it, is spared. The launch
 computes what the two convolutions compute one after the other, each sum in the same order up to the tensor cores' own.
+It may go on with a third, the beginning of the next bottleneck, for which the output need not be read again.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from .. import jit
 from . import configs, tensor_maps
@@ -44,7 +47,7 @@ class Following(NamedTuple):
         filter: KRSC.
         bias: (K,) float32, or None.
         relu: whether a ReLU ends it.
-        z: NPQK, its output.
+        z: NPQK, its output; none of the others' arrays.
     """
 
     filter: Filter
@@ -85,16 +88,17 @@ def configurations() -> Sequence[BackToBackConfig]:
 def supports_back_to_back(pair: Conv2dPair, device: Device) -> Support:
     """Whether the kernel computes all convolutions of `pair` on `device`, and if not, why."""
     first, second = pair.first, pair.second
-    if pair.shortcut_channels or pair.following:
-        return False, "has no form for a shortcut or for one that follows"
     if first.precision not in PRECISION_NAMES:
         return False, f"computes in {' or '.join(PRECISION_NAMES)}, not in {first.precision}"
     supported, why_not = _FIRST.supports(first, device)
     if not supported:
         return False, why_not
-    exceeded = second.limit_exceeded()
-    if exceeded is not None:
-        return False, exceeded
+    if pair.shortcut_channels:
+        return False, "adds a residual, not a shortcut"
+    for part in pair.parts[1:]:
+        exceeded = part.limit_exceeded()
+        if exceeded is not None:
+            return False, exceeded
     mid_channels = sorted({config.mid_channels for config in configs.BACK_TO_BACK})
     if first.K not in mid_channels or second.K % BackToBackConfig.COLUMNS:
         *smaller, largest = mid_channels
@@ -102,6 +106,12 @@ def supports_back_to_back(pair: Conv2dPair, device: Device) -> Support:
             f"needs {', '.join(map(str, smaller))} or {largest} channels between the two and a multiple of "
             f"{BackToBackConfig.COLUMNS} behind them, not {first.K} and {second.K}"
         )
+    known = sorted({config.next_channels for config in configs.BACK_TO_BACK if config.mid_channels == first.K} - {0})
+    if pair.following and pair.following not in known:
+        if not known:
+            return False, f"goes on with a third convolution behind 64 or 128 channels, not behind {first.K}"
+        filters = " or ".join(map(str, known))
+        return False, f"goes on with {filters} filters behind {first.K} channels, not with {pair.following}"
     return True, ""
 
 
@@ -109,8 +119,8 @@ def back_to_back_candidates(pair: Conv2dPair, device: Device) -> Sequence[BackTo
     """Returns the configurations that compute `pair` on `device`; none where the kernel does not support it."""
     if not supports_back_to_back(pair, device)[0]:
         return ()
-    wanted = pair.precision, pair.first.K
-    return [config for config in configs.BACK_TO_BACK if (config.precision, config.mid_channels) == wanted]
+    wanted = pair.precision, pair.first.K, pair.following
+    return [c for c in configs.BACK_TO_BACK if (c.precision, c.mid_channels, c.next_channels) == wanted]
 
 
 def launch_back_to_back(pair: Conv2dPair, operands: BackToBackOperands, config: BackToBackConfig) -> None:
@@ -121,18 +131,28 @@ def launch_back_to_back(pair: Conv2dPair, operands: BackToBackOperands, config: 
         operands: their arrays.
         config: one of `back_to_back_candidates`.
     """
-    first, second = pair.first, pair.second
+    first, second, third = pair.first, pair.second, pair.third
     kernel = jit.get_function(name, defines=config.defines())
     first_filter, second_filter = (filter.weight for filter in operands.filters)
+    next_maps, next_bias, next_relu = (tensor_maps.NONE, tensor_maps.NONE), None, False
+    if third is not None:
+        assert operands.following is not None, "what follows has operands"
+        next_filter, next_bias, next_relu, z = operands.following
+        next_maps = (
+            tensor_maps.matrix_map(third, next_filter.weight, third.gemm_k, config.mid_channels),
+            tensor_maps.matrix_map(third, z, third.K, config.tile_m // config.consumers),
+        )
     arguments = (
         tensor_maps.im2col_map(first, operands.x, config.tile_m),
         tensor_maps.matrix_map(first, first_filter, first.gemm_k, config.mid_channels),
         tensor_maps.matrix_map(second, second_filter, second.gemm_k, config.SLICE),
         tensor_maps.matrix_map(second, operands.residual, second.K, config.tile_m),
         tensor_maps.matrix_map(second, operands.y, second.K, config.tile_m // config.consumers),
-        *(NULL if bias is None else bias for bias in operands.biases),
+        *next_maps,
+        *(NULL if bias is None else bias for bias in (*operands.biases, next_bias)),
         conv2d_params(first, operands.relus[0]),
         conv2d_params(second, operands.relus[1]),
+        np.int32(next_relu),
     )
     grid = (min(blocks(first.gemm_m, config.tile_m), multiprocessors()),)
     jit.launch(kernel, grid, (config.threads,), arguments, shared=config.shared_memory, waits=True)

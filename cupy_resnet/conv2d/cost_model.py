@@ -106,7 +106,7 @@ def _tensor_core_microseconds(
     elif slices > 1:
         partial = slices * config.tile_m * config.tile_n * 4  # bytes of a tile's partial sums, written and read again
         reduce = 1.0 + partial / REDUCE_BYTES_PER_MICROSECOND + 2 * partial * (blocks // slices) / BANDWIDTH
-    return max(arithmetic, problem.bytes / (MMA_SHARE_OF_BANDWIDTH * BANDWIDTH)) + reduce + LAUNCH_MICROSECONDS
+    return max(arithmetic, _bytes(problem) / (MMA_SHARE_OF_BANDWIDTH * BANDWIDTH)) + reduce + LAUNCH_MICROSECONDS
 
 
 WGMMA_SLICE_MICROSECONDS = 0.41
@@ -123,7 +123,7 @@ def _wgmma_microseconds(problem: Conv2dProblem, device: Device, config: configs.
     per_slice = WGMMA_SLICE_MICROSECONDS * max(0.3, share**0.75)
     per_tile = _ceil(problem.depth, config.tile_k) * per_slice + WGMMA_TILE_MICROSECONDS
     arithmetic = _ceil(tiles, device.sm_count) * per_tile
-    return max(arithmetic, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
+    return max(arithmetic, _bytes(problem) / BANDWIDTH) + LAUNCH_MICROSECONDS
 
 
 WGMMA_SPLIT_K_MICROSECONDS = 1.5
@@ -141,7 +141,7 @@ def _wgmma_split_k_microseconds(problem: Conv2dProblem, device: Device, config: 
     sums = config.CONSUMERS * 64 * config.tile_n * 4 / CLUSTER_BYTES_PER_MICROSECOND
     per_block = slices * per_slice + WGMMA_SPLIT_K_MICROSECONDS + sums
     arithmetic = _ceil(tiles * config.split_k_slices, device.sm_count) * per_block
-    return max(arithmetic, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
+    return max(arithmetic, _bytes(problem) / BANDWIDTH) + LAUNCH_MICROSECONDS
 
 
 WGMMA_PATCH_SLICE_MICROSECONDS = 0.33
@@ -156,7 +156,7 @@ def _wgmma_patch_microseconds(problem: Conv2dProblem, device: Device, config: co
     tiles = tile.pixel_tiles * _ceil(problem.K, config.FILTERS)
     per_chunk = max(problem.R * problem.S * WGMMA_PATCH_SLICE_MICROSECONDS, WGMMA_PATCH_CHUNK_MICROSECONDS)
     per_tile = _ceil(problem.C, config.CHANNELS) * per_chunk * max(0.3, config.pixels / 256) + WGMMA_TILE_MICROSECONDS
-    return max(_ceil(tiles, device.sm_count) * per_tile, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
+    return max(_ceil(tiles, device.sm_count) * per_tile, _bytes(problem) / BANDWIDTH) + LAUNCH_MICROSECONDS
 
 
 WGMMA_3XTF32_SLICE_MICROSECONDS = 1.1
@@ -170,24 +170,29 @@ def _wgmma_3xtf32_microseconds(problem: Conv2dProblem, device: Device, config: c
     share = config.tile_m * config.tile_n / (128 * 128)
     per_slice = WGMMA_3XTF32_SLICE_MICROSECONDS * share**0.7
     per_tile = _ceil(problem.gemm_k, config.tile_k) * per_slice + WGMMA_3XTF32_TILE_MICROSECONDS * share
-    return max(_ceil(tiles, device.sm_count) * per_tile, problem.bytes / BANDWIDTH) + LAUNCH_MICROSECONDS
+    return max(_ceil(tiles, device.sm_count) * per_tile, _bytes(problem) / BANDWIDTH) + LAUNCH_MICROSECONDS
+
+
+BACK_TO_BACK_TFLOPS = 610.0
+BACK_TO_BACK_PRODUCT_MICROSECONDS = 1.3
+BACK_TO_BACK_BANDWIDTH = 3.4e6
+"""The rate of a tile's products on all multiprocessors of an H100 or H200, what begins each product of a tile beside
+that, and bytes per microsecond; from the ends of ResNet-50's bottlenecks with a residual, N = 8 to 256 on an H200. That
+a shortcut is no more than depth of the second product, and a third product like the first two, are guesses."""
 
 
 def back_to_back_microseconds(pair: Conv2dPair, device: Device, config: BackToBackConfig) -> float:
-    """The slower of arithmetic and memory for one kernel that computes both, the second with a residual.
+    """The slower of arithmetic and memory for one kernel that computes all of `pair`.
 
-    A tile of pixels goes through both products, at the rates of conv2d_wgmma: a guess, not measured yet.
+    A tile of pixels goes through all products on one multiprocessor. A small tile is as fast by the operation: both
+    wait for filters as long.
     """
-    tiles = _ceil(pair.first.gemm_m, config.tile_m)
-    per_tile = WGMMA_TILE_MICROSECONDS
-    for problem in pair.parts:
-        width = min(problem.K, 128)
-        share = config.tile_m * width / (128 * 128)
-        slices = _ceil(problem.gemm_k, 64) * _ceil(problem.K, width)
-        per_tile += slices * WGMMA_SLICE_MICROSECONDS * max(0.3, share**0.75)
-    residual = pair.second.gemm_m * pair.K * pair.first.arithmetic.element_size
-    memory = (pair.bytes + residual) / BANDWIDTH
-    return max(_ceil(tiles, device.sm_count) * per_tile, memory) + LAUNCH_MICROSECONDS
+    pixels = pair.first.gemm_m
+    operations = pair.flops / max(pixels, 1) * config.tile_m
+    per_tile = operations * 132 / (BACK_TO_BACK_TFLOPS * 1e6) + len(pair.parts) * BACK_TO_BACK_PRODUCT_MICROSECONDS
+    residual = 0 if pair.shortcut_channels else pixels * pair.K * pair.first.arithmetic.element_size
+    memory = (pair.bytes + residual) / BACK_TO_BACK_BANDWIDTH
+    return max(_ceil(_ceil(pixels, config.tile_m), device.sm_count) * per_tile, memory) + LAUNCH_MICROSECONDS
 
 
 def _efficiency(problem: Conv2dProblem, config: configs.MmaConfig | configs.WmmaConfig) -> float:
@@ -200,6 +205,13 @@ def _efficiency(problem: Conv2dProblem, config: configs.MmaConfig | configs.Wmma
 
 def implicit_gemm_tiles(problem: Conv2dProblem, config: configs.ImplicitGemmConfig) -> int:
     return _ceil(problem.gemm_m, config.tile_m) * _ceil(problem.gemm_n, config.tile_n) * problem.groups
+
+
+def _bytes(problem: Conv2dProblem) -> int:
+    """As ``problem.bytes``, without the rows and columns that a filter smaller than its stride steps over."""
+    read = min(problem.H, problem.P * problem.R) * min(problem.W, problem.Q * problem.S)
+    skipped = problem.N * (problem.H * problem.W - read) * problem.C
+    return problem.bytes - problem.arithmetic.element_size * skipped
 
 
 def _ceil(size: int, step: int) -> int:

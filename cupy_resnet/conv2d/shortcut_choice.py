@@ -4,15 +4,18 @@ As one, the 1×1 convolution of the block's input is more depth of the last conv
 nor read again, and a launch is saved. As two, each has the kernel and the tile that suit it; not all can do both.
 """
 
+import logging
 from functools import lru_cache
 
 from ..errors import UnsupportedProblemError
 from . import tuned
-from .cost_model import BANDWIDTH, cost
 from .device import Device
-from .heuristics import automatic, check_kernel, choose
+from .heuristics import allowed, automatic, check_kernel
+from .pieces import microseconds_apart, microseconds_together
 from .problem import Conv2dProblem
 from .variants import VARIANTS
+
+logger = logging.getLogger(__name__)
 
 
 def choose_shortcut(
@@ -25,8 +28,8 @@ def choose_shortcut(
 ) -> tuple[bool, str]:
     """Decides whether a convolution with a shortcut is computed by one kernel, and says why or why not.
 
-    Where all three were timed on this GPU or one like it, the two and the one that takes their place, the times are
-    compared, elsewhere what the cost model expects.
+    Where one kernel and two were timed against each other on this GPU or one like it, the faster way is taken,
+    elsewhere the one that the cost model expects to be faster.
 
     Args:
         problem: a convolution with a shortcut.
@@ -54,29 +57,16 @@ def _choose(
         if not supported:
             return False, f"{kernel} was asked for, which {why_not}"
         return True, f"{kernel} was asked for"
-    parts = problem.shortcut_alone(), problem.without_shortcut()
     try:
-        automatic(problem, device, spread_nan)
+        names = automatic(problem, device, spread_nan)
     except UnsupportedProblemError as error:
         return False, str(error)
-    times = [None if known is None else _measured(part, spread_nan, known) for part in (problem, *parts)]
-    if None not in times:
-        together, *apart = (time for time in times if time is not None)
-        return _compared(together, sum(apart), "when they were timed")
-    residual = problem.arithmetic.element_size * problem.gemm_m * problem.K / BANDWIDTH  # read by the second of the two
-    together, *separate = (_expected(part, device, spread_nan) for part in (problem, *parts))
-    return _compared(together, sum(separate) + residual, "by the model")
-
-
-def _compared(together: float, apart: float, how: str) -> tuple[bool, str]:
-    return together <= apart, f"{together:.1f} µs as one kernel, {apart:.1f} as two {how}"
-
-
-def _measured(problem: Conv2dProblem, spread_nan: bool, known: tuned.Lookup) -> float | None:
-    """Returns the microseconds of the most trustworthy entry for a problem, or None."""
-    return next((entry.microseconds for entry, _ in known.found(problem, spread_nan)), None)
-
-
-def _expected(problem: Conv2dProblem, device: Device, spread_nan: bool) -> float:
-    """Returns what the fastest kernel takes by the cost model, on tensor cores in microseconds."""
-    return cost(problem, device, choose(problem, device, spread_nan=spread_nan, use_tables=False).config)
+    for entry, reason in () if known is None else known.found(problem, spread_nan):
+        if entry.variant == tuned.APART:
+            return False, f"two kernels are faster: {reason}"
+        if entry.variant in names and entry.config_among(allowed(entry.variant, problem, device, spread_nan)):
+            return True, reason
+        logger.debug("%s: %s has no configuration %s here", problem, entry.variant, entry.config)
+    together = microseconds_together(problem, device, spread_nan)
+    apart = microseconds_apart(problem, device, spread_nan)
+    return together <= apart, f"{together:.1f} µs as one kernel, {apart:.1f} as two by the model"

@@ -32,6 +32,9 @@ from .problem import Conv2dPair, Conv2dProblem, Problem
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+APART = "apart"
+"""In place of a kernel's name: computed by no single kernel, a problem was faster in the pieces that it is made of."""
+
 CHECK_SECONDS = 1.0
 """How long a table is used before its file is looked at again."""
 
@@ -49,10 +52,10 @@ class Entry:
     """The fastest of the configurations that were timed on one problem.
 
     Args:
-        problem: the convolution, or two in a row that one kernel may compute; its epilogue, bias and ReLU and perhaps
-            a residual, makes no difference.
+        problem: the convolution, or several in a row that one kernel may compute; its epilogue, bias and ReLU and
+            perhaps a residual, makes no difference, but a shortcut does.
         spread_nan: as in `heuristics.choose`: what was allowed when it was timed.
-        variant: name of the fastest kernel; `back_to_back_choice.APART` for two that are faster one by one.
+        variant: name of the fastest kernel, or `APART`.
         config: the fields of its configuration.
         microseconds: median time.
         next_microseconds: of the second fastest, None where there was only one.
@@ -81,13 +84,11 @@ class Entry:
     def as_dict(self) -> dict[str, Any]:
         """Returns the entry as it is written to JSON; fields of the problem that have their default are left out.
 
-        Of two convolutions ``problem`` is the first, and has the second as ``then``.
+        Of convolutions in a row ``problem`` is the first, and has what a `Conv2dPair` says beside it as ``then``.
         """
-        first = _first(self.problem)
-        defaults = {f.name: f.default for f in fields(Conv2dProblem)}
-        problem = {name: value for name, value in asdict(first).items() if value != defaults[name]}
+        problem = _changed(_first(self.problem))
         if isinstance(self.problem, Conv2dPair):
-            problem["then"] = {"K": self.problem.K}
+            problem["then"] = {name: value for name, value in _changed(self.problem).items() if name != "first"}
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"problem": problem, "config": dict(self.config)}
 
     @classmethod
@@ -117,10 +118,17 @@ def _first(problem: Problem) -> Conv2dProblem:
     return problem.first if isinstance(problem, Conv2dPair) else problem
 
 
+def _changed(problem: Problem) -> dict[str, Any]:
+    """The fields of a convolution or a pair that do not have their default."""
+    values = ((f, getattr(problem, f.name)) for f in fields(problem))
+    return {f.name: value for f, value in values if value != f.default}
+
+
 def _place(entry: Entry) -> tuple[Any, ...]:
     """By which entries are sorted: a pair comes behind the first of its convolutions."""
-    after = entry.problem.K if isinstance(entry.problem, Conv2dPair) else 0
-    return *astuple(_first(entry.problem)), after, entry.spread_nan
+    pair = entry.problem if isinstance(entry.problem, Conv2dPair) else None
+    after = (0, 0, 0, 0) if pair is None else (pair.K, pair.shortcut_channels, pair.shortcut_stride, pair.following)
+    return *astuple(_first(entry.problem)), *after, entry.spread_nan
 
 
 def config_fields(config: Config) -> dict[str, Any]:

@@ -1,20 +1,21 @@
 """Times the kernels that could compute a network's convolutions on this GPU, and remembers which was fastest.
 
 What is found here `cupy_resnet.conv2d.choose` follows from then on: in this process, and, from a file in the cache
-folder, in later ones. So it is with two convolutions in a row that may be one kernel.
+folder, in later ones. So it is with several convolutions that may be one kernel: with a shortcut, or in a row.
 
-One module per step: `workloads` lists what there is to decide and the candidates that the cost model leaves, `contest`
-says which of them are timed how often, `operands` makes the arrays, `bench` times on the GPU, `rounds` goes through a
-network, `remembering` writes tables, `first_call` does all of it at the first call of a model.
+One module per step: `workloads` lists what there is to decide, `entrants` the candidates that the cost model leaves,
+`contest` says which of them are timed how often, `operands` makes the arrays, `bench` times on the GPU, `rounds` goes
+through a network, `remembering` writes tables, `first_call` does all of it at the first call of a model.
 
 Importing this package imports no CuPy; only a `GpuBench` needs a GPU.
 """
 
 from .bench import Bench, GpuBench, Race
+from .entrants import Candidate, candidates
 from .first_call import Tuner
 from .remembering import remember, write_table
 from .rounds import Report, Result, tune
-from .workloads import Candidate, Workload, candidates, network_problems, possible_precision
+from .workloads import Workload, network_problems, possible_precision
 
 __all__ = [
     "Bench",

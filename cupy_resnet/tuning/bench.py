@@ -24,8 +24,9 @@ from .. import jit
 from ..conv2d import VARIANTS, Device, back_to_back
 from ..conv2d.scratch import new_counters, scratch
 from ..errors import CompileError
-from .operands import LAUNCHES, PERIOD, as_float32, launch, make_operands
-from .workloads import Apart, Candidate, Workload
+from .entrants import Apart, Candidate
+from .operands import LAUNCHES, PERIOD, Arrays, as_float32, launch, make_operands
+from .workloads import Workload
 
 if TYPE_CHECKING:
     import cupy
@@ -118,28 +119,29 @@ class GpuRace:
         self._workload, self._stream = workload, stream
         self._normal, self._cold_l2 = bench.normal, bench.cold_l2
         self._graphs: dict[Candidate, Any] = {}
-        self._operands: list[Any] = []
+        self._operands: list[Arrays] = []
         self._launches = LAUNCHES
 
     def prepare(self, candidates: Sequence[Candidate]) -> None:
-        """Makes operands, checks every candidate's output against the first finite one, and captures its launches."""
+        """Makes operands, checks every candidate's outputs against the first finite ones, and captures its launches."""
         self._operands = make_operands(self._workload, self._normal, cold_l2=self._cold_l2)
         tolerance = TOLERANCES[self._workload.problem.precision]
         reference = None
         for candidate in candidates:
             try:
-                output = self._run(candidate)
+                outputs = self._run(candidate)
             except CompileError as error:
                 self.rejected[candidate] = str(error)
                 continue
-            difference = self._difference(output, output if reference is None else reference)
+            compared = zip(outputs, outputs if reference is None else reference, strict=True)
+            difference = max(self._difference(output, expected) for output, expected in compared)
             if difference > tolerance:
                 self.rejected[candidate] = (
                     f"its output differs by {difference:.2g} of the largest value, more than {tolerance:g}"
                 )
                 continue
             if reference is None:
-                reference = output
+                reference = outputs
                 self._launches = self._suitable_launches(candidate)
             self._graphs[candidate] = self._capture(candidate)
 
@@ -160,20 +162,21 @@ class GpuRace:
         self._graphs.clear()
         self._operands.clear()
 
-    def _run(self, candidate: Candidate) -> "cupy.ndarray":
-        """Runs a candidate once on each of the operands; returns the first output.
+    def _run(self, candidate: Candidate) -> "list[cupy.ndarray]":
+        """Runs a candidate once on each of the operands; returns the first outputs.
 
         That compiles and loads what is left, derives filters' other forms, and leaves the pool with the workspace that
         the capture will take.
         """
-        first = self._operands[0].y
-        # All bits set are NaN in every format.
-        first.data.memset_async(0xFF, first.nbytes, self._stream)
+        first = self._operands[0].outputs
+        for output in first:
+            # All bits set are NaN in every format.
+            output.data.memset_async(0xFF, output.nbytes, self._stream)
         launch(self._workload.problem, candidate, self._operands[0])
-        output = first.copy()
+        outputs = [output.copy() for output in first]
         for operands in self._operands[1:]:
             launch(self._workload.problem, candidate, operands)
-        return output
+        return outputs
 
     def _suitable_launches(self, candidate: Candidate) -> int:
         import cupy
@@ -230,8 +233,8 @@ def compile_all(candidates: Sequence[Candidate], device_id: int) -> None:
 def _sources(candidate: Candidate) -> Iterator[tuple[str, dict[str, int | str]]]:
     """Yields the kernel files that a candidate launches, without suffix, each with its ``#define``s."""
     if isinstance(candidate, Apart):
-        yield from _sources(candidate.first)
-        yield from _sources(candidate.second)
+        for kernel in candidate.kernels():
+            yield from _sources(kernel)
     elif candidate.variant == back_to_back.name:
         yield back_to_back.name, candidate.config.defines()
     else:

@@ -1,16 +1,19 @@
 """The arrays that kernels are timed on, on the current GPU, and how a candidate is launched on them."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..conv2d import PRECISIONS, VARIANTS, Conv2dPair, Conv2dProblem
-from ..conv2d.back_to_back import BackToBackOperands, launch_back_to_back
+from ..conv2d.back_to_back import BackToBackOperands, Following, launch_back_to_back
+from ..conv2d.pieces import halves
 from ..conv2d.problem import Problem
 from ..conv2d.variants import Filter, Operands, Shortcut
-from .workloads import Apart, Candidate, Workload
+from .entrants import Apart, Candidate
+from .workloads import Workload
 
 if TYPE_CHECKING:
     import cupy
@@ -29,41 +32,53 @@ PERIOD = 1_000_003
 
 
 @dataclass(frozen=True)
-class PairOperands:
-    """The arrays of two convolutions in a row.
+class Arrays:
+    """What one launch of a candidate works on.
 
     Args:
-        fused: as the kernel for both takes them.
-        between: what the two apart write and read.
+        whole: as one kernel takes it.
+        between: of convolutions in a row, what comes out of the first if they are computed apart.
     """
 
-    fused: BackToBackOperands
-    between: "cupy.ndarray"
+    whole: Operands | BackToBackOperands
+    between: "cupy.ndarray | None" = None
 
     @property
-    def y(self) -> "cupy.ndarray":
-        return self.fused.y
+    def outputs(self) -> "tuple[cupy.ndarray, ...]":
+        """What is there in the end, however it is computed."""
+        following = self.whole.following if isinstance(self.whole, BackToBackOperands) else None
+        return (self.whole.y,) if following is None else (self.whole.y, following.z)
 
-    def apart(self) -> tuple[Operands, Operands]:
-        """The arrays of each of the two."""
-        whole = self.fused
+    def halves(self) -> "tuple[Arrays, Arrays]":
+        """The arrays of both halves (`cupy_resnet.conv2d.pieces`), as a plan has them: what a shortcut gives lies where
+        the output will.
+        """
+        whole = self.whole
+        if isinstance(whole, Operands):
+            assert whole.shortcut is not None
+            shortcut = Operands(whole.shortcut.x, whole.shortcut.filter, None, None, whole.y, False)
+            return Arrays(shortcut), Arrays(replace(whole, residual=whole.y, shortcut=None))
+        if whole.following is not None:
+            filter, bias, relu, z = whole.following
+            return (
+                Arrays(whole._replace(following=None), self.between),
+                Arrays(Operands(whole.y, filter, bias, None, z, relu)),
+            )
+        assert self.between is not None
         (filter1, filter2), (bias1, bias2), (relu1, relu2) = whole.filters, whole.biases, whole.relus
         return (
-            Operands(whole.x, filter1, bias1, None, self.between, relu1),
-            Operands(self.between, filter2, bias2, whole.residual, whole.y, relu2),
+            Arrays(Operands(whole.x, filter1, bias1, None, self.between, relu1)),
+            Arrays(Operands(self.between, filter2, bias2, whole.residual, whole.y, relu2, whole.shortcut)),
         )
 
 
-def make_operands(workload: Workload, normal: np.ndarray, *, cold_l2: bool) -> list[Any]:
+def make_operands(workload: Workload, normal: np.ndarray, *, cold_l2: bool) -> list[Arrays]:
     """Returns what `LAUNCHES` launches get; arrays that need not differ are the same.
 
     Args:
-        workload: a convolution, or two in a row.
+        workload: what is to be timed.
         normal: numbers, normally distributed.
         cold_l2: whether activations change from launch to launch, and not only filters.
-
-    Returns:
-        For each launch `Operands`, or for two in a row `PairOperands`.
 
     Raises:
         MemoryError: there is no room for them.
@@ -71,74 +86,81 @@ def make_operands(workload: Workload, normal: np.ndarray, *, cold_l2: bool) -> l
     import cupy
 
     problem = workload.problem
-    parts = problem.parts if isinstance(problem, Conv2dPair) else (problem,)
-    first, last = parts[0], parts[-1]
+    pair = problem if isinstance(problem, Conv2dPair) else None
+    parts = (problem,) if isinstance(problem, Conv2dProblem) else problem.parts
+    first, third = parts[0], None if pair is None else pair.third
+    adding = problem if isinstance(problem, Conv2dProblem) else problem.second
+    residual = not adding.shortcut_channels and (workload.residual or pair is not None)
+    shapes = {
+        "x": first.input_shape,
+        "shortcut": adding.shortcut_shape if adding.shortcut_channels else (0,),
+        "residual": adding.output_shape if residual else (0,),
+        "y": adding.output_shape,
+        "z": (0,) if third is None else third.output_shape,
+    }
+    between_shape = (0,) if pair is None else first.output_shape
+    filter_shapes = [part.filter_shape for part in parts] + [adding.shortcut_filter_shape]
     size = first.arithmetic.element_size
-    input_bytes = size * (math.prod(first.input_shape) + math.prod(last.shortcut_shape))
-    output_bytes = size * math.prod(last.output_shape)
-    between_bytes = size * math.prod(first.output_shape) if len(parts) > 1 else 0
-    filter_bytes = size * sum(math.prod(part.filter_shape) + math.prod(part.shortcut_filter_shape) for part in parts)
-    residual = workload.residual or len(parts) > 1  # two in a row always have one
-    activations = input_bytes + (1 + residual) * output_bytes
+    activation_bytes, filter_bytes = (
+        size * sum(math.prod(shape) for shape in some) for some in (shapes.values(), filter_shapes)
+    )
     l2 = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["l2CacheSize"]
-    filters = copies(filter_bytes, l2)
-    sets = copies(activations, l2) if cold_l2 else 1
+    filter_sets = copies(filter_bytes, l2)
+    sets = copies(activation_bytes, l2) if cold_l2 else 1
     # Two outputs more: those that are compared.
-    needed = filters * filter_bytes + sets * activations + between_bytes + 2 * output_bytes
+    compared = 2 * (math.prod(shapes["y"]) + math.prod(shapes["z"]))
+    needed = filter_sets * filter_bytes + sets * activation_bytes + size * (math.prod(between_shape) + compared)
     free = cupy.cuda.runtime.memGetInfo()[0]
     if needed > SHARE_OF_MEMORY * free:
         raise MemoryError(f"operands take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
     numbers = cupy.asarray(normal)
     activation = stored(numbers, problem.precision)
     biases = [repeat(numbers, (part.K,), 7 + 4 * n) for n, part in enumerate(parts)]
-    scaled = [stored(numbers / np.float32(np.sqrt(part.depth)), problem.precision) for part in parts]
-    weights = [  # outputs are near 1, as inputs are
-        [Filter(repeat(values, part.filter_shape, 1009 * n)) for values, part in zip(scaled, parts, strict=True)]
-        for n in range(filters)
+    # Outputs are near 1, as inputs are.
+    scaled = [stored(numbers / np.float32(np.sqrt(part.depth)), problem.precision) for part in (*parts, adding)]
+    filters = [  # each with numbers of its own
+        [Filter(repeat(scaled[i], shape, 1009 * n + 4001 * i)) for i, shape in enumerate(filter_shapes)]
+        for n in range(filter_sets)
     ]
-    shortcut_weights = [Filter(repeat(scaled[-1], last.shortcut_filter_shape, 4001 * n + 11)) for n in range(filters)]
-    shortcut_inputs = [repeat(activation, last.shortcut_shape, 5003 * n + 13) for n in range(sets)]
-    shortcuts = [
-        Shortcut(shortcut_inputs[n % sets], shortcut_weights[n % filters]) if last.shortcut_channels else None
-        for n in range(LAUNCHES)
-    ]
-    made = [
-        (
-            repeat(activation, first.input_shape, 2003 * n),
-            repeat(activation, last.output_shape, 3001 * n) if residual else None,
-            cupy.empty(last.output_shape, activation.dtype),
+    starts = {"x": (2003, 0), "shortcut": (5003, 13), "residual": (3001, 0)}
+    made = []
+    for n in range(sets):
+        given = {name: repeat(activation, shapes[name], step * n + start) for name, (step, start) in starts.items()}
+        made.append(given | {name: cupy.empty(shapes[name], activation.dtype) for name in ("y", "z")})
+    between = None if pair is None else cupy.empty(between_shape, activation.dtype)
+
+    def one(arrays: "dict[str, cupy.ndarray]", weights: Sequence[Filter]) -> Arrays:
+        added = arrays["residual"] if residual else None
+        shortcut = Shortcut(arrays["shortcut"], weights[-1]) if adding.shortcut_channels else None
+        if pair is None:
+            return Arrays(Operands(arrays["x"], weights[0], biases[0], added, arrays["y"], True, shortcut))
+        following = None if third is None else Following(weights[2], biases[2], True, arrays["z"])
+        two, of_two = (weights[0], weights[1]), (biases[0], biases[1])
+        whole = BackToBackOperands(
+            arrays["x"], two, of_two, added, arrays["y"], (True, True), shortcut=shortcut, following=following
         )
-        for n in range(sets)
-    ]
-    turns = [(*made[launch % sets], weights[launch % filters]) for launch in range(LAUNCHES)]
-    if len(parts) == 1:
-        return [
-            Operands(x, weight[0], biases[0], added, y, True, shortcut)
-            for (x, added, y, weight), shortcut in zip(turns, shortcuts, strict=True)
-        ]
-    between = cupy.empty(first.output_shape, activation.dtype)
-    return [
-        PairOperands(
-            BackToBackOperands(x, (weight[0], weight[1]), (biases[0], biases[1]), added, y, (True, True)), between
-        )
-        for x, added, y, weight in turns
-    ]
+        return Arrays(whole, between)
+
+    return [one(made[n % sets], filters[n % filter_sets]) for n in range(LAUNCHES)]
 
 
-def launch(problem: Problem, candidate: Candidate, operands: Any) -> None:
-    """Enqueues a candidate on one element of what `make_operands` returned, whose `y` it fills.
+def launch(problem: Problem, candidate: Candidate, arrays: Arrays) -> None:
+    """Enqueues a candidate on one element of what `make_operands` returned, whose `outputs` it fills.
 
-    Two convolutions apart run as in a plan: the second finds in the L2 cache what the first left there.
+    What is computed apart runs as in a plan: the second half finds in the L2 cache what the first left there.
     """
     config: Any = candidate.config
-    if isinstance(problem, Conv2dProblem):
-        VARIANTS[candidate.variant].launch(problem, operands, config)
-    elif isinstance(candidate, Apart):
-        alone = candidate.first, candidate.second
-        for part, kernel, arrays in zip(problem.parts, alone, operands.apart(), strict=True):
-            launch(part, kernel, arrays)
+    if isinstance(candidate, Apart):
+        parts = halves(problem)
+        assert parts is not None
+        for part, half, its_arrays in zip(parts, (candidate.first, candidate.second), arrays.halves(), strict=True):
+            launch(part, half, its_arrays)
+    elif isinstance(problem, Conv2dPair):
+        assert isinstance(arrays.whole, BackToBackOperands)
+        launch_back_to_back(problem, arrays.whole, config)
     else:
-        launch_back_to_back(problem, operands.fused, config)
+        assert isinstance(arrays.whole, Operands)
+        VARIANTS[candidate.variant].launch(problem, arrays.whole, config)
 
 
 def copies(nbytes: int, l2: int) -> int:

@@ -1,6 +1,6 @@
 """Goes through a network's convolutions, the heaviest first, and finds the fastest configuration of each.
 
-Then through the pairs of them that may be one kernel: each races the two that were the fastest by themselves.
+Then through what may be one kernel, smaller things first: it races the fastest way to compute it in pieces.
 """
 
 import logging
@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..conv2d import Conv2dPair, Device, back_to_back, choose
-from ..conv2d.back_to_back_choice import choose_back_to_back
+from ..conv2d import Device
+from ..conv2d.pieces import steps
 from ..conv2d.problem import Problem
 from ..conv2d.tuned import Entry, config_fields
 from ..errors import UnsupportedProblemError
 from .bench import Bench
 from .contest import Standing, contest
-from .workloads import Candidate, Workload, candidates, expected
+from .entrants import Apart, Candidate, candidates, expected, together
+from .workloads import Workload
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +25,15 @@ BUDGET_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Result:
-    """What was found for one convolution, or for one pair.
+    """What was found for one workload.
 
     Args:
-        workload: the convolution.
+        workload: the convolution, or those that may be one kernel.
         spread_nan: whether kernels that spread a NaN took part.
         standings: all that were timed, the fastest first; medians in microseconds.
         rejected: those whose output was wrong or that could not be run, and why.
-        model: what the cost model would have chosen; for a pair the model's two are those that are the fastest.
+        model: what the cost model would have chosen; the pieces of what it would not fuse are those that are the
+            fastest.
     """
 
     workload: Workload
@@ -126,8 +128,8 @@ def tune(
     results: dict[Problem, Result] = {}
     spent = 0.0
 
-    def turn(workload: Workload) -> tuple[bool, float]:
-        return isinstance(workload.problem, Conv2dPair), -_weight(workload, entrants[workload][0], bench.device)
+    def turn(workload: Workload) -> tuple[int, float]:
+        return steps(workload.problem), -_weight(workload, entrants[workload][0], bench.device)
 
     for done, workload in enumerate(sorted(entrants, key=turn)):
         if progress is not None:
@@ -135,9 +137,9 @@ def tune(
         if spent >= budget_s:
             skipped[workload] = f"the budget of {budget_s:g} s was spent"
             continue
-        if isinstance(workload.problem, Conv2dPair):
-            alone = {problem: result.best for problem, result in results.items()}
-            entrants[workload] = candidates(workload.problem, bench.device, spread_nan=spread_nan, fastest=alone)
+        if isinstance(entrants[workload][0], Apart):
+            fastest = {problem: result.best for problem, result in results.items()}
+            entrants[workload] = candidates(workload.problem, bench.device, spread_nan=spread_nan, fastest=fastest)
         timer = _Timer(clock, (budget_s - spent) / (len(entrants) - done))
         try:
             result = _timed(workload, entrants[workload], bench, spread_nan, timer)
@@ -160,7 +162,7 @@ def _timed(
     Raises:
         MemoryError: there is no room for it.
         _UntrustworthyError: more than half of the candidates are wrong, so perhaps rather the one they differ from. Of
-            a pair, that would be its two convolutions, which have proved themselves.
+            what has pieces, that would be those, which have proved themselves.
     """
     model = _by_model(workload.problem, entrants, bench.device, spread_nan)
     with bench.race(workload, entrants) as race:
@@ -168,7 +170,7 @@ def _timed(
         for candidate, reason in rejected.items():
             logger.warning("%s: %s is not considered: %s", workload.problem, candidate, reason)
         runners = [candidate for candidate in entrants if candidate not in rejected]
-        if 2 * len(runners) < len(entrants) and not isinstance(workload.problem, Conv2dPair):
+        if 2 * len(runners) < len(entrants) and not isinstance(entrants[0], Apart):
             raise _UntrustworthyError(f"only {len(runners)} of {len(entrants)} candidates agree")
         with timer:
             standings = contest(runners, race.sample, timer.over)
@@ -177,11 +179,7 @@ def _timed(
 
 def _by_model(problem: Problem, entrants: Sequence[Candidate], device: Device, spread_nan: bool) -> Candidate:
     """Returns what would be chosen without tables."""
-    if isinstance(problem, Conv2dPair):
-        config = choose_back_to_back(problem, device, spread_nan=spread_nan, use_tables=False).config
-        return entrants[0] if config is None else Candidate(back_to_back.name, config)
-    choice = choose(problem, device, spread_nan=spread_nan, use_tables=False)
-    return Candidate(choice.variant, choice.config)
+    return together(problem, device, spread_nan=spread_nan, use_tables=False) or entrants[0]
 
 
 class _UntrustworthyError(Exception):

@@ -1,35 +1,31 @@
 """What there is to tune: the convolutions of a network, and for each the configurations that may be fastest."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..binding import bind_shapes
-from ..conv2d import PRECISIONS, Conv2dPair, Conv2dProblem, Device, back_to_back, choose
-from ..conv2d.back_to_back import back_to_back_candidates, supports_back_to_back
-from ..conv2d.back_to_back_choice import APART
-from ..conv2d.configs import Config, NoConfig
-from ..conv2d.cost_model import back_to_back_microseconds, cost
-from ..conv2d.heuristics import allowed, automatic
+from ..conv2d import PRECISIONS, Conv2dPair, Conv2dProblem, Device
+from ..conv2d.back_to_back import supports_back_to_back
+from ..conv2d.heuristics import automatic
+from ..conv2d.pieces import halves, steps
 from ..conv2d.problem import Problem
 from ..conv2d.stem import supports_stem
-from ..engines.base import Fusions
 from ..engines.cuda_engine import precision_obstacle, resolve_precision
+from ..engines.base import Fusions
 from ..engines.shape_engine import OpRecord, ShapeArray, ShapeEngine
-from ..errors import EngineUnavailableError
+from ..errors import EngineUnavailableError, UnsupportedProblemError
 from ..networks import Network
-
-HOPELESS = 3.0
-"""A candidate that the cost model expects to take so many times as long as the best is not timed."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A convolution, or two in a row that may be one kernel, as a network has it.
+    """A convolution, or several that may be one kernel, as a network has them.
 
     Args:
         problem: what is computed.
-        count: how often in one forward pass.
+        count: how often in one forward pass, alone or as part of a larger one; 0 for what a pass never has, but a
+            larger one is made of.
         residual: whether a residual is added behind it. It is timed that way, but tables do not tell the two apart:
             a residual costs every configuration about the same.
     """
@@ -39,45 +35,14 @@ class Workload:
     residual: bool = False
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A kernel in one of its configurations.
-
-    Args:
-        variant: name of the kernel.
-        config: its configuration.
-    """
-
-    variant: str
-    config: Config
-
-    def __str__(self) -> str:
-        return f"{self.variant}, {self.config}"
-
-
-@dataclass(frozen=True)
-class Apart(Candidate):
-    """Two convolutions in a row as two kernels: with this the one kernel for both is compared.
-
-    Args:
-        first, second: what computes each.
-    """
-
-    first: Candidate
-    second: Candidate
-
-    def __str__(self) -> str:
-        return f"{self.first}; {self.second}"
-
-
 def network_problems(
     network: Network, shape: tuple[int, int, int, int], precision: str, device: Device, *, fuse: bool = True
 ) -> list[Workload]:
-    """Returns the distinct convolutions of a forward pass, in the order in which they first occur; then its pairs.
+    """Returns the distinct convolutions of a forward pass, in the order in which they first occur; then what may be
+    one kernel: convolutions with a shortcut, those in a row, and those in a row that have another one following.
 
-    Pairs are those in a row that may be one kernel; both of their convolutions are listed by themselves as well. The
-    classifier is among them where it runs as one, a stem that one kernel computes is not: that has nothing to
-    choose.
+    What a larger one is made of stands before it. The classifier is among them where it runs as a convolution, a stem
+    that one kernel computes is not: that has nothing to choose.
 
     Args:
         network: a description or a bound network.
@@ -91,23 +56,95 @@ def network_problems(
     """
     network.check_input(shape)
     N, C, H, W = shape
-    fused_stem, _ = supports_stem(PRECISIONS[precision], (N, H, W, C), network.stem.krsc_shape, device)
+    stem, _ = supports_stem(PRECISIONS[precision], (N, H, W, C), network.stem.krsc_shape, device)
     bound = bind_shapes(network, fuse=fuse)
-    apart = ShapeEngine(precision, fusions=Fusions(stem=fused_stem))
-    pairs = Fusions(stem=fused_stem, back_to_back=lambda pair: supports_back_to_back(pair, device)[0])
-    paired = ShapeEngine(precision, fusions=pairs)
-    for ops in (apart, paired):
-        bound(ops, ShapeArray((N, H, W, C)))
-    records: list[tuple[Problem | None, OpRecord]] = [
-        (record.problem if record.op == "conv2d" else record.as_conv2d, record) for record in apart.records
-    ]
-    records += [(record.pair, record) for record in paired.records]
+    walks = [_walk(bound, (N, H, W, C), precision, fusions) for fusions in possible_fusions(device, stem)]
+    return workloads(walks) if N > 0 else []
+
+
+def possible_fusions(device: Device, stem: bool) -> Iterator[Fusions]:
+    """Yields the ways to walk through a graph that show everything there is to time, each with more fused.
+
+    Args:
+        device: the GPU.
+        stem: whether the stem is fused; that is the same in all of them.
+    """
+
+    def shortcut(problem: Conv2dProblem) -> bool:
+        try:
+            return bool(automatic(problem, device, spread_nan=True))
+        except UnsupportedProblemError:
+            return False
+
+    def pair(pair: Conv2dPair) -> bool:
+        return supports_back_to_back(pair, device)[0]
+
+    def pair_alone(whole: Conv2dPair) -> bool:
+        return not whole.following and pair(whole)
+
+    yield Fusions(stem=stem)
+    yield Fusions(stem=stem, shortcut=shortcut)
+    yield Fusions(stem=stem, shortcut=shortcut, back_to_back=pair_alone)
+    yield Fusions(stem=stem, shortcut=shortcut, back_to_back=pair)
+
+
+def _walk(bound: Network, shape: tuple[int, int, int, int], precision: str, fusions: Fusions) -> list[OpRecord]:
+    ops = ShapeEngine(precision, fusions=fusions)
+    bound(ops, ShapeArray(shape))
+    return ops.records
+
+
+def workloads(walks: Iterable[Iterable[OpRecord]]) -> list[Workload]:
+    """Returns the distinct convolutions of several walks through one graph, smaller ones first.
+
+    Each counts as often as in the walk that has it most often: where more is fused it may be part of a larger one.
+    """
     total, residuals = Counter[Problem](), Counter[Problem]()
-    for problem, record in records:
-        if problem is not None and N > 0:
-            total[problem] += 1
-            residuals[problem] += "residual" in record.epilogue
-    return [Workload(problem, count, residual=2 * residuals[problem] >= count) for problem, count in total.items()]
+    for records in walks:
+        here = Counter[Problem]()
+        for record in records:
+            problem = _problem(record)
+            if problem is not None:
+                here[problem] += 1
+                residuals[problem] += 1 if "residual" in record.epilogue else -1
+        total |= here
+    for problem in list(total):
+        for part in _made_of(problem):
+            total.setdefault(part, 0)
+    ordered = sorted(total, key=steps)  # stable: otherwise as they occur
+    return [Workload(problem, total[problem], residual=residuals.get(problem, -1) >= 0) for problem in ordered]
+
+
+def _problem(record: OpRecord) -> Problem | None:
+    if record.pair is not None:
+        return record.pair
+    return record.problem if record.op == "conv2d" else record.as_conv2d
+
+
+def _made_of(problem: Problem) -> Iterator[Problem]:
+    for part in halves(problem) or ():
+        yield from _made_of(part)
+        yield part
+
+
+def counted_alone(counts: Mapping[Problem, int]) -> dict[Problem, int]:
+    """Returns how often each problem is no part of a larger one, if all of them are computed as one where possible.
+
+    Args:
+        counts: of `Workload`; those that are missing count with what they are made of.
+    """
+    alone = dict(counts)
+
+    def take(problem: Problem, count: int) -> None:
+        for part in halves(problem) or ():
+            if part in alone:
+                alone[part] = max(0, alone[part] - count)
+            else:
+                take(part, count)
+
+    for problem, count in counts.items():
+        take(problem, count)
+    return alone
 
 
 def possible_precision(precision: str, device: Device) -> str:
@@ -121,55 +158,3 @@ def possible_precision(precision: str, device: Device) -> str:
     if obstacle:
         raise EngineUnavailableError(obstacle)
     return resolved
-
-
-def candidates(
-    problem: Problem,
-    device: Device,
-    *,
-    spread_nan: bool = False,
-    fastest: Mapping[Problem, Candidate] | None = None,
-) -> list[Candidate]:
-    """Returns what ``kernel="auto"`` may choose for a problem, the most promising first, without the `HOPELESS`.
-
-    Of two convolutions in a row the first candidate is to compute them `Apart`.
-
-    Args:
-        problem: a convolution or a pair.
-        device: the GPU.
-        spread_nan: as in `cupy_resnet.conv2d.choose`.
-        fastest: what is known to be fastest for a pair's convolutions; by default what `choose` says.
-
-    Raises:
-        UnsupportedProblemError: no kernel solves the problem.
-    """
-    if isinstance(problem, Conv2dPair):
-        parts = [_alone(part, device, spread_nan, fastest or {}) for part in problem.parts]
-        fused = [Candidate(back_to_back.name, c) for c in back_to_back_candidates(problem, device)]
-        fused.sort(key=lambda candidate: expected(problem, device, candidate))
-        return [Apart(APART, NoConfig(), *parts), *fused]
-    costs = {
-        Candidate(variant, config): cost(problem, device, config)
-        for variant in automatic(problem, device, spread_nan)
-        for config in allowed(variant, problem, device, spread_nan)
-    }
-    bound = HOPELESS * min(costs.values())
-    return sorted((c for c in costs if costs[c] <= bound), key=costs.__getitem__)
-
-
-def expected(problem: Problem, device: Device, candidate: Candidate) -> float:
-    """Returns what the cost model expects of a candidate, in the unit of its arithmetic."""
-    if isinstance(problem, Conv2dProblem):
-        return cost(problem, device, candidate.config)
-    if isinstance(candidate, Apart):
-        apart = zip(problem.parts, (candidate.first, candidate.second), strict=True)
-        return sum(expected(part, device, alone) for part, alone in apart)
-    assert isinstance(candidate.config, back_to_back.BackToBackConfig)
-    return back_to_back_microseconds(problem, device, candidate.config)
-
-
-def _alone(problem: Conv2dProblem, device: Device, spread_nan: bool, fastest: Mapping[Problem, Candidate]) -> Candidate:
-    if problem in fastest:
-        return fastest[problem]
-    choice = choose(problem, device, spread_nan=spread_nan)
-    return Candidate(choice.variant, choice.config)

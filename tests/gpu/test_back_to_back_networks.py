@@ -20,7 +20,7 @@ from cupy_resnet.engines.cuda import convolution
 from cupy_resnet.engines.cuda_engine import CudaEngine, describe_device
 from cupy_resnet.proof.profiling import profile
 from cupy_resnet.tuning import GpuBench, Workload, candidates, remember, tune
-from cupy_resnet.tuning.workloads import Apart
+from cupy_resnet.tuning.entrants import Apart
 from gpu.half import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +35,7 @@ ROUNDING = {"fp16": 1e-3, "bf16": 1e-2}
 
 @pytest.fixture(autouse=True)
 def supported() -> None:
-    supports, why_not = supports_back_to_back(*PAIR.parts, describe_device(0))
+    supports, why_not = supports_back_to_back(PAIR, describe_device(0))
     if not supports:
         pytest.skip(f"{back_to_back.name} {why_not}")
 
