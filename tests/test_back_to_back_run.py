@@ -32,7 +32,7 @@ SHAPES = {
 FORMS = {
     f"{config.tile_m}x{config.mid_channels}": config.defines()
     for config in configurations()
-    if config.precision == "bf16"
+    if config.precision == "bf16" and not config.next_channels
 }
 FORMS["few_stages"] = {**FORMS["128x64"], "PIXEL_STAGES": 2, "FILTER_STAGES": 2}
 FORMS["few_filters"] = {**FORMS["128x64"], "PIXEL_STAGES": 5, "FILTER_STAGES": 3}
@@ -93,8 +93,8 @@ def is_right(program: Path, first: Conv2dProblem, K: int, seed: int) -> bool:
     middle = convolution(first, arrays["x"], arrays["first"], first_bias, None, relus[0])
     expected = convolution(second, middle, arrays["second"], second_bias, arrays["residual"], relus[1])
     options = {"biases": biases, "in_place": in_place, "relus": relus}
-    y = run(program, first, second, arrays, seed=seed, grid=draw.choice([1, 2, 5]), **options)
-    return not isinstance(y, str) and np.array_equal(y, expected)
+    outputs = run(program, first, second, arrays, seed=seed, grid=draw.choice([1, 2, 5]), **options)
+    return not isinstance(outputs, str) and np.array_equal(outputs[0], expected)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -107,7 +107,7 @@ def test_it_is_exact_on_integers(programs: dict[str, Path], shape: str, form: st
 
 MISTAKES = {
     "the input is not waited for": ("            wait_until_full(barriers.pixels, pixel);\n            const", "            const"),
-    "the first filter is not waited for": ("            wait_until_full(barriers.filters, filter);\n", ""),
+    "the first filter is not waited for": ("            wait_until_full(barriers.filters, filter);\n            wait", "            wait"),
     "the second filter is not waited for": ("        wait_until_full(barriers.filters, filter);\n        const", "        const"),
     "the residual is not waited for": ("        wait_until_full(barriers.pixels, pixel);\n        unsigned", "        unsigned"),
     "the sums are not waited for": ("warpgroup_wait<PENDING>();", "warpgroup_wait<PENDING + 1>();"),
@@ -117,8 +117,8 @@ MISTAKES = {
     "a stage is filled while it is stored from": ("store_wait<PENDING>();", ""),
     "the last stage stored from is kept": ("if (slice == 0 && elected) release_stored<0>();", ""),
     "a stage is never given back": ("stored = pixel.stage;", "stored = -1;"),
-    "the wrong filter is given back": ("FILTER_STAGES - 1 - PENDING)", "FILTER_STAGES - 2 + PENDING)"),
-    "stored before all have written": ("        consumer_sync(number);\n", ""),
+    "the wrong filter is given back": ("release(barriers.filters, oldest);", "release(barriers.filters, 0);"),
+    "stored before all have written": ("        warpgroup_sync(1 + number);\n", ""),
     "stored before it is visible": ("written_for_storing();", ""),
     "the last is not stored": ("if (consumer.elected) store_wait<0>();", ""),
     "rows are not swizzled": ("(lane / 16 ^ lane % 8) * 16", "lane / 16 * 16"),
