@@ -1,23 +1,29 @@
 // conv2d_wgmma_b2b: two convolutions back to back: what the first computes goes to the second in registers.
-// @solves a convolution and the 1×1 convolution behind it, with a residual, on the tensor cores of compute capability 9.0
+// @solves a convolution and the one or two 1×1 behind it, with a residual, on the tensor cores of compute capability 9.0
 // @arch sm_90a
 //
 // Equation   y = relu?(conv1×1(relu?(conv(x, first) + first_bias), second) + second_bias + residual): the end of a ResNet's
 //            bottleneck. Sums in fp32; between the two values are rounded to ELEMENT, as if they were stored.
-// GEMM view  per tile of TILE_M pixels: MIDDLE filters over a depth of R·S·C, then K filters over a depth of MIDDLE.
-// Layouts    x NHWC, first KRSC, second [K][MIDDLE], residual and y NPQK, all ELEMENT; biases in fp32. y may be the residual.
+//            With NEXT also z = relu?(conv1×1(y, next) + next_bias): the beginning of the next bottleneck.
+// GEMM view  per tile of TILE_M pixels: MIDDLE filters over a depth of R·S·C, then K filters over a depth of MIDDLE, then NEXT
+//            over a depth of K.
+// Layouts    x NHWC, first KRSC, second [K][MIDDLE], next [NEXT][K], residual and y NPQK, z with NEXT channels, all ELEMENT;
+//            biases in fp32. y may be the residual; z may be nothing else.
 // Grid       x: one block per multiprocessor, or fewer; tiles of pixels are taken in turn.
 //            Block 128 · (1 + TILE_M / 64) threads: a producer warpgroup, of which one thread works, and a consumer for each
 //            64 pixels of the tile.
 // Shared     PIXEL_STAGES · TILE_M · 128 + FILTER_STAGES · MIDDLE · 128 bytes, dynamic.
-// Requires   one group, C a multiple of 64, K of 128, MIDDLE of 64, 128 or 256; a residual.
+// Requires   one group, C a multiple of 64, K of 128, MIDDLE of 64, 128 or 256; a residual. NEXT is MIDDLE, of 64 or 128, or
+//            twice 64: registers hold no more.
 // This rung  against conv2d_wgmma twice: the map between the two is neither stored nor read. The sums of a product lie in
 //            registers just as the next product wants its pixels there, so that what is left of that map is a conversion.
 //            Two rings of stages run through both products and from tile to tile without a pause: pixels share theirs
 //            with the residual, and the first filter with the second, as a slice of one has the size of a slice of the other.
 //            The output takes the residual's place in its stage, and leaves it while the next columns are multiplied.
+//            With NEXT it is multiplied once more as it leaves, from registers: it is stored, but not read again.
 #include "conv2d_params.cuh"
 #include "dependent_launch.cuh"
+#include "stage_ring.cuh"
 #include "tensor_core.cuh"
 #include "tensor_memory.cuh"
 #include "warpgroup.cuh"
@@ -27,7 +33,8 @@
 #define TILE_M 128       // pixels per tile: 64 or 128
 #define MIDDLE 256       // filters of the first convolution
 #define PIXEL_STAGES 6   // slices of the input, or of the residual and then the output, in shared memory
-#define FILTER_STAGES 4  // slices of either filter
+#define FILTER_STAGES 4  // slices of any filter
+#define NEXT 0           // filters of the next convolution: MIDDLE, 2 · MIDDLE, or 0: there is none
 #endif
 
 constexpr int WARPGROUP = 128, CONSUMERS = TILE_M / 64, THREADS = WARPGROUP * (1 + CONSUMERS);
@@ -35,43 +42,18 @@ constexpr int ROW_BYTES = 128, SLICE = ROW_BYTES / static_cast<int>(sizeof(ELEME
 constexpr int PIXEL_BYTES = TILE_M * ROW_BYTES, CONSUMER_BYTES = 64 * ROW_BYTES, FILTER_BYTES = MIDDLE * ROW_BYTES;
 constexpr int SECOND_BOX_BYTES = SLICE * ROW_BYTES;  // of the second filter: SLICE filters by SLICE of depth
 constexpr int STEP = 16, STEPS = SLICE / STEP;       // the depth of an instruction
+constexpr int PARTS = NEXT > MIDDLE ? NEXT / MIDDLE : 1;  // of the next filters: each has the size of a stage
 static_assert(TILE_M % 64 == 0 && MIDDLE % SLICE == 0, "whole instructions and boxes");
+static_assert(!NEXT || (NEXT == PARTS * MIDDLE && FILTER_STAGES > PARTS), "parts, and what is under way at once");
 
 WARPGROUP_MMA_FROM_REGISTERS(64, 32)
-
-template <int STAGES>
-struct Ring {
-    unsigned long long full[STAGES], empty[STAGES];
-};
+WARPGROUP_MMA_FROM_REGISTERS(128, 64)
+WARPGROUP_MMA_FROM_REGISTERS(256, 128)
 
 struct Barriers {
     Ring<PIXEL_STAGES> pixels;
     Ring<FILTER_STAGES> filters;
 };
-
-// Waits until a stage is free and announces what will fill it; returns the barrier that this is to be reported to.
-template <int STAGES>
-__device__ __forceinline__ unsigned claim(Ring<STAGES>& ring, const Place& place, int bytes) {
-    const unsigned full = shared_address(&ring.full[place.stage]);
-    barrier_wait(shared_address(&ring.empty[place.stage]), place.parity);
-    barrier_arrive_expecting(full, bytes);
-    return full;
-}
-template <int STAGES>
-__device__ __forceinline__ void wait_until_full(Ring<STAGES>& ring, const Place& place) {
-    barrier_wait(shared_address(&ring.full[place.stage]), place.parity);
-}
-template <int STAGES>
-__device__ __forceinline__ void release(Ring<STAGES>& ring, int stage) {
-    barrier_arrive(shared_address(&ring.empty[stage]));
-}
-
-// Stores what load_matrices loads.
-__device__ __forceinline__ void store_matrices(unsigned row_address, const unsigned (&words)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(words[0]),
-                 "r"(words[1]), "r"(words[2]), "r"(words[3])
-                 : "memory");
-}
 
 // What pairs of results are raised to: 0 for ReLU, else −∞, which changes none. As in relu_of NaN stays NaN.
 __device__ __forceinline__ unsigned floor_word(int with_relu, Half) { return with_relu ? 0u : 0xfc00fc00u; }
@@ -91,66 +73,7 @@ __device__ __forceinline__ void load_biases(float2 (&biases)[COUNT], const float
     }
 }
 
-struct Maps {
-    const TensorMap &pixels, &first, &second, &residuals, &outputs;
-};
-
-// What both sides know of the block's work.
-struct Work {
-    int tiles, slices;         // of the output; of the first product's depth
-    bool resident;             // both filters have room as a whole: they are fetched once
-    unsigned pixels, filters;  // where the stages begin
-
-    __device__ __forceinline__ Work(const Conv2dParams& first, const Conv2dParams& second, unsigned shared)
-        : tiles((first.gemm_m + TILE_M - 1) / TILE_M),
-          slices(first.R * first.S * (first.C / SLICE)),
-          resident(slices + second.K / SLICE <= FILTER_STAGES),
-          pixels(shared),
-          filters(shared + PIXEL_STAGES * PIXEL_BYTES) {}
-    __device__ __forceinline__ unsigned pixel_stage(int stage) const { return pixels + stage * PIXEL_BYTES; }
-    __device__ __forceinline__ unsigned filter_stage(int stage) const { return filters + stage * FILTER_BYTES; }
-};
-
-// Asks for all slices of the block's tiles in the order of their use, as stages become free.
-__device__ __forceinline__ void produce(const Maps& maps, Barriers& barriers, const Work& work, const Conv2dParams& first,
-                                        const Conv2dParams& second) {
-    Place pixel{0, 1};  // the phase before the first counts as complete: all stages are free
-    Place filter{0, 1};
-    for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
-        const bool with_filters = !work.resident || tile == blockIdx.x;
-        const int m0 = tile * TILE_M;
-        const OutputPixel begin = output_pixel(first, m0);
-        const int w = begin.q * first.stride_w - first.pad_w, h = begin.p * first.stride_h - first.pad_h;
-        int depth = 0;
-        for (int r = 0; r < first.R; ++r) {
-            for (int s = 0; s < first.S; ++s) {
-                for (int c = 0; c < first.C; c += SLICE, depth += SLICE) {
-                    if (with_filters) {
-                        const unsigned full = claim(barriers.filters, filter, FILTER_BYTES);
-                        fetch_box(work.filter_stage(filter.stage), maps.first, full, depth, 0);
-                        filter.advance(1, FILTER_STAGES);
-                    }
-                    const unsigned full = claim(barriers.pixels, pixel, PIXEL_BYTES);
-                    fetch_im2col(work.pixel_stage(pixel.stage), maps.pixels, full, c, w, h, begin.n, s * first.dilation_w,
-                                 r * first.dilation_h);
-                    pixel.advance(1, PIXEL_STAGES);
-                }
-            }
-        }
-        for (int k = 0; k < second.K; k += SLICE) {
-            if (with_filters) {
-                const unsigned full = claim(barriers.filters, filter, FILTER_BYTES);
-                for (int i = 0; i < MIDDLE / SLICE; ++i) {
-                    fetch_box(work.filter_stage(filter.stage) + i * SECOND_BOX_BYTES, maps.second, full, i * SLICE, k);
-                }
-                filter.advance(1, FILTER_STAGES);
-            }
-            const unsigned full = claim(barriers.pixels, pixel, PIXEL_BYTES);
-            fetch_box(work.pixel_stage(pixel.stage), maps.residuals, full, k, m0);
-            pixel.advance(1, PIXEL_STAGES);
-        }
-    }
-}
+#include "back_to_back_producer.cuh"
 
 // One of the consumers: 64 pixels of every tile.
 struct Consumer {
@@ -161,11 +84,21 @@ struct Consumer {
     const bool elected;
     Place pixel;
     Place filter;
+    int oldest;  // of the filter stages that are not yet given back
     int stored;  // the stage that the accelerator may still be storing from; negative: none. The elected thread knows
 
     __device__ __forceinline__ unsigned rows(int stage) const { return work.pixel_stage(stage) + number * CONSUMER_BYTES; }
-    __device__ __forceinline__ void release_filter(int stage) {
-        if (elected && !work.resident) release(barriers.filters, stage);
+    // Where in a stage this lane's rows begin for load_matrices and store_matrices. Of 16 × 16 elements lanes 8i … 8i + 7 know
+    // where the rows of matrix i begin: i % 2 the lower rows, i / 2 the right columns. The next 16 columns are at ^ 32.
+    __device__ __forceinline__ unsigned corner(int stage) const {
+        const int lane = threadIdx.x % 32, row = threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
+        return rows(stage) + row * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
+    }
+    // Gives back the oldest of the stages: they are read in the order of the ring.
+    __device__ __forceinline__ void release_filter() {
+        if (!elected || work.resident) return;
+        release(barriers.filters, oldest);
+        oldest = oldest + 1 < FILTER_STAGES ? oldest + 1 : 0;
     }
     // Gives back the stage that was stored from before the newest PENDING.
     template <int PENDING>
@@ -175,10 +108,23 @@ struct Consumer {
         release(barriers.pixels, stored);
         stored = -1;
     }
+    // Begins to store what all threads have written to the present stage, as columns k … k + SLICE − 1, and goes on to the
+    // next stage.
+    __device__ __forceinline__ void store_stage(const TensorMap& map, int k, int m0) {
+        written_for_storing();
+        warpgroup_sync(1 + number);
+        if (elected) {
+            store_box(map, rows(pixel.stage), k, m0 + number * 64);
+            store_commit();
+            release_stored<1>();
+            stored = pixel.stage;
+        }
+        pixel.advance(1, PIXEL_STAGES);
+    }
 
     // The first convolution's sums.
     __device__ __forceinline__ void multiply_first(float (&sums)[MIDDLE / 2]) {
-        int read_pixel = 0, read_filter = 0;
+        int read_pixel = 0;
         for (int slice = 0; slice < work.slices; ++slice) {
             wait_until_full(barriers.filters, filter);
             wait_until_full(barriers.pixels, pixel);
@@ -193,15 +139,15 @@ struct Consumer {
             warpgroup_wait<1>();                             // the slice before has been read
             if (slice > 0) {
                 if (elected) release(barriers.pixels, read_pixel);
-                release_filter(read_filter);
+                release_filter();
             }
-            read_pixel = pixel.stage, read_filter = filter.stage;
+            read_pixel = pixel.stage;
             pixel.advance(1, PIXEL_STAGES), filter.advance(1, FILTER_STAGES);
         }
         warpgroup_wait<0>();
         warpgroup_results(sums);
         if (elected) release(barriers.pixels, read_pixel);
-        release_filter(read_filter);
+        release_filter();
     }
 
     // Begins the products of all MIDDLE channels with SLICE filters of the second convolution.
@@ -219,25 +165,17 @@ struct Consumer {
         filter.advance(1, FILTER_STAGES);
     }
 
-    // Waits for the products that were begun, but for the PENDING newest, and finishes columns k … k + SLICE − 1 of the
-    // output: bias, residual and ReLU. The results take the residual's place and begin to be stored.
-    // Of 16 × 16 elements lanes 8i … 8i + 7 know where the rows of matrix i begin: i % 2 tells lower ones, i / 2 those to the
-    // right.
-    template <int PENDING>
-    __device__ __forceinline__ void end_second(float (&sums)[SLICE / 2], int k, int m0, const float* bias, unsigned floor) {
-        float2 biases[SLICE / 8];
-        load_biases(biases, bias, k);
-        warpgroup_wait<PENDING>();
-        warpgroup_results(sums);
-        release_filter((filter.stage + FILTER_STAGES - 1 - PENDING) % FILTER_STAGES);
-        const int lane = threadIdx.x % 32, row = threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
-        const unsigned tile = rows(pixel.stage), corner = tile + row * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
+    // Finishes columns k … k + SLICE − 1 of the output: bias, residual, ReLU. The results take the residual's place and begin
+    // to be stored; `finished` has them as well, as what an instruction takes of SLICE channels.
+    __device__ __forceinline__ void finish_second(const float (&sums)[SLICE / 2], const float2 (&biases)[SLICE / 8],
+                                                  unsigned long long (&finished)[STEPS][2], int k, int m0, unsigned floor) {
+        const unsigned place = corner(pixel.stage);
         wait_until_full(barriers.pixels, pixel);
-        unsigned words[SLICE / 16][4];
+        unsigned words[STEPS][4];
 #pragma unroll
-        for (int j = 0; j < SLICE / 16; ++j) load_matrices(words[j], corner ^ j * 32);
+        for (int j = 0; j < STEPS; ++j) load_matrices(words[j], place ^ j * 32);
 #pragma unroll
-        for (int j = 0; j < SLICE / 16; ++j) {
+        for (int j = 0; j < STEPS; ++j) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int block = j * 2 + i / 2;
@@ -247,17 +185,116 @@ struct Consumer {
                 const float high = pair[1] + biases[block].y + to_float(ELEMENT{static_cast<unsigned short>(word >> 16)});
                 words[j][i] = finished_pair(low, high, floor);
             }
-            store_matrices(corner ^ j * 32, words[j]);
+            store_matrices(place ^ j * 32, words[j]);
+            finished[j][0] = words[j][0] | static_cast<unsigned long long>(words[j][1]) << 32;
+            finished[j][1] = words[j][2] | static_cast<unsigned long long>(words[j][3]) << 32;
         }
-        written_for_storing();
-        warpgroup_sync(1 + number);
-        if (elected) {
-            store_box(maps.outputs, tile, k, m0 + number * 64);
-            store_commit();
-            release_stored<1>();
-            stored = pixel.stage;
+        store_stage(maps.outputs, k, m0);
+    }
+
+    // Waits for the products that were begun, but for the PENDING newest, and finishes their columns.
+    template <int PENDING>
+    __device__ __forceinline__ void end_second(float (&sums)[SLICE / 2], int k, int m0, const float* bias, unsigned floor) {
+        float2 biases[SLICE / 8];
+        load_biases(biases, bias, k);
+        warpgroup_wait<PENDING>();
+        warpgroup_results(sums);
+        release_filter();
+        unsigned long long finished[STEPS][2];
+        finish_second(sums, biases, finished, k, m0, floor);
+    }
+
+    // Begins the products of SLICE finished channels with all filters of the next convolution.
+    __device__ __forceinline__ void begin_next(float (&sums)[PARTS][MIDDLE / 2], unsigned long long (&finished)[STEPS][2]) {
+        unsigned long long b[PARTS];
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            wait_until_full(barriers.filters, filter);
+            b[part] = operand(work.filter_stage(filter.stage));
+            filter.advance(1, FILTER_STAGES);
         }
-        pixel.advance(1, PIXEL_STAGES);
+        warpgroup_operands(finished);
+        warpgroup_fence();
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                warpgroup_mma<ELEMENT, MIDDLE>(sums[part], finished[step], b[part] + step * 2, true);
+            }
+        }
+        warpgroup_commit();
+    }
+
+    // Waits for all products that were begun, at least one, and gives back their filters.
+    __device__ __forceinline__ void wait_for_products() {
+        warpgroup_wait<0>();
+        do {
+            release_filter();
+        } while (elected && !work.resident && oldest != filter.stage);
+    }
+
+    // Finishes the next convolution's results, when all has been waited for: bias and ReLU. They begin to be stored by way of
+    // stages that the producer leaves empty for them.
+    __device__ __forceinline__ void end_next(float (&sums)[PARTS][MIDDLE / 2], int m0, const float* bias, unsigned floor) {
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) warpgroup_results(sums[part]);
+#pragma unroll
+        for (int k = 0; k < NEXT; k += SLICE) {
+            float2 biases[SLICE / 8];
+            load_biases(biases, bias, k);
+            const unsigned place = corner(pixel.stage);
+            wait_until_full(barriers.pixels, pixel);
+#pragma unroll
+            for (int j = 0; j < STEPS; ++j) {
+                unsigned words[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int block = j * 2 + i / 2;
+                    const float* const pair = sums[k / MIDDLE] + k % MIDDLE / 2 + block * 4 + i % 2 * 2;
+                    words[i] = finished_pair(pair[0] + biases[block].x, pair[1] + biases[block].y, floor);
+                }
+                store_matrices(place ^ j * 32, words);
+            }
+            store_stage(maps.next_outputs, k, m0);
+        }
+    }
+
+    // One step of multiply_both: the next columns, and what was finished last, begin to be multiplied; then `sums` are ended.
+    template <bool BEHIND, bool AHEAD>
+    __device__ __forceinline__ void step(float (&sums)[SLICE / 2], float (&sums_ahead)[SLICE / 2],
+                                         float (&next)[PARTS][MIDDLE / 2], unsigned long long (&finished_before)[STEPS][2],
+                                         unsigned long long (&finished)[STEPS][2],
+                                         const unsigned long long (&middle)[MIDDLE / STEP][2], int k, int m0, const float* bias,
+                                         unsigned floor) {
+        wait_for_products();
+        warpgroup_results(sums);
+        if (BEHIND) begin_next(next, finished_before);
+        if (AHEAD) begin_second(sums_ahead, middle);
+        float2 biases[SLICE / 8];
+        load_biases(biases, bias, k);
+        finish_second(sums, biases, finished, k, m0, floor);
+    }
+
+    // Both products behind the first. While columns are finished the next ones are multiplied, and those finished last with the
+    // next convolution's filters: of everything there are two.
+    __device__ __forceinline__ void multiply_both(const unsigned long long (&middle)[MIDDLE / STEP][2], int columns, int m0,
+                                                  const float* second_bias, unsigned second_floor, const float* next_bias,
+                                                  unsigned next_floor) {
+        float even[SLICE / 2], odd[SLICE / 2], next[PARTS][MIDDLE / 2] = {};
+        unsigned long long finished_even[STEPS][2], finished_odd[STEPS][2];
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) warpgroup_results(next[part]);
+        begin_second(even, middle);
+        step<false, true>(even, odd, next, finished_odd, finished_even, middle, 0, m0, second_bias, second_floor);
+        for (int k = 2 * SLICE; k < columns; k += 2 * SLICE) {
+            step<true, true>(odd, even, next, finished_even, finished_odd, middle, k - SLICE, m0, second_bias, second_floor);
+            step<true, true>(even, odd, next, finished_odd, finished_even, middle, k, m0, second_bias, second_floor);
+        }
+        step<true, false>(odd, even, next, finished_even, finished_odd, middle, columns - SLICE, m0, second_bias, second_floor);
+        wait_for_products();
+        begin_next(next, finished_odd);
+        wait_for_products();
+        end_next(next, m0, next_bias, next_floor);
     }
 };
 
@@ -282,24 +319,20 @@ __device__ __forceinline__ void round_middle(unsigned long long (&middle)[MIDDLE
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     conv2d_wgmma_b2b(const __grid_constant__ TensorMap pixels, const __grid_constant__ TensorMap first_filters,
                      const __grid_constant__ TensorMap second_filters, const __grid_constant__ TensorMap residuals,
-                     const __grid_constant__ TensorMap outputs, const float* __restrict__ first_bias,
-                     const float* __restrict__ second_bias, const Conv2dParams first, const Conv2dParams second) {
+                     const __grid_constant__ TensorMap outputs, const __grid_constant__ TensorMap next_filters,
+                     const __grid_constant__ TensorMap next_outputs, const float* __restrict__ first_bias,
+                     const float* __restrict__ second_bias, const float* __restrict__ next_bias, const Conv2dParams first,
+                     const Conv2dParams second, const int next_relu) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ Barriers barriers;
     const int warpgroup = threadIdx.x / WARPGROUP;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < PIXEL_STAGES; ++i) {
-            barrier_init(shared_address(&barriers.pixels.full[i]), 1);
-            barrier_init(shared_address(&barriers.pixels.empty[i]), CONSUMERS);
-        }
-        for (int i = 0; i < FILTER_STAGES; ++i) {
-            barrier_init(shared_address(&barriers.filters.full[i]), 1);
-            barrier_init(shared_address(&barriers.filters.empty[i]), CONSUMERS);
-        }
+        init(barriers.pixels, CONSUMERS);
+        init(barriers.filters, CONSUMERS);
         barrier_init_done();
     }
     __syncthreads();
-    const Maps maps{pixels, first_filters, second_filters, residuals, outputs};
+    const Maps maps{pixels, first_filters, second_filters, residuals, outputs, next_filters, next_outputs};
     const Work work(first, second, shared_address(shared));
 
     let_next_kernel_start();
@@ -310,8 +343,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     if (CONSUMERS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    Consumer consumer{maps, barriers, work, warpgroup - 1, threadIdx.x % WARPGROUP == 0, {0, 0}, {0, 0}, -1};
+    Consumer consumer{maps, barriers, work, warpgroup - 1, threadIdx.x % WARPGROUP == 0, {0, 0}, {0, 0}, 0, -1};
     const unsigned first_floor = floor_word(first.relu, ELEMENT{}), second_floor = floor_word(second.relu, ELEMENT{});
+    const unsigned next_floor = floor_word(next_relu, ELEMENT{});
     for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
         if (work.resident) consumer.filter = {0, 0};
         unsigned long long middle[MIDDLE / STEP][2];
@@ -320,13 +354,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             consumer.multiply_first(sums);
             round_middle(middle, sums, first_bias, first_floor);
         }
-        // While the even columns are finished the odd ones are multiplied, and those of the other consumer while these are.
-        for (int k = 0; k < second.K; k += 2 * SLICE) {
-            float even[SLICE / 2], odd[SLICE / 2];
-            consumer.begin_second(even, middle);
-            consumer.begin_second(odd, middle);
-            consumer.end_second<1>(even, k, tile * TILE_M, second_bias, second_floor);
-            consumer.end_second<0>(odd, k + SLICE, tile * TILE_M, second_bias, second_floor);
+        if constexpr (NEXT > 0) {
+            consumer.multiply_both(middle, second.K, tile * TILE_M, second_bias, second_floor, next_bias, next_floor);
+        } else {
+            // While the even columns are finished the odd ones are multiplied, and those of the other consumer while these are.
+            for (int k = 0; k < second.K; k += 2 * SLICE) {
+                float even[SLICE / 2], odd[SLICE / 2];
+                consumer.begin_second(even, middle);
+                consumer.begin_second(odd, middle);
+                consumer.end_second<1>(even, k, tile * TILE_M, second_bias, second_floor);
+                consumer.end_second<0>(odd, k + SLICE, tile * TILE_M, second_bias, second_floor);
+            }
         }
     }
     if (consumer.elected) store_wait<0>();  // shared memory ends with the block

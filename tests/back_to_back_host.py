@@ -6,6 +6,7 @@ stored as they are found some time after that was begun; an instruction takes it
 as the PTX ISA lays them out, at any time until it is waited for. Whatever is read too early makes a wrong result.
 """
 
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -43,12 +44,12 @@ struct TensorMap { int id; };
 struct float2 { float x, y; };
 struct Half { unsigned short bits; };
 struct BFloat16 { unsigned short bits; };
-enum { PIXELS, FIRST, SECOND, RESIDUALS, OUTPUTS };
+enum { PIXELS, FIRST, SECOND, RESIDUALS, OUTPUTS, NEXT_FILTERS, NEXT_OUTPUTS };
 unsigned char shared[227 << 10] __align__(1024);
 
 struct Barrier { int count, pending, phase; long bytes; };
 struct Box { unsigned place; std::vector<float> rows; unsigned barrier; };
-struct Store { unsigned place; int column, row, thread; };
+struct Store { unsigned place; int map, column, row, thread; };
 struct Instruction {
     int columns;
     float* sums[128];
@@ -158,8 +159,8 @@ void store_matrices(unsigned address, const unsigned (&words)[4]) {
     }
 }
 void written_for_storing() { self().unseen.clear(); }
-void consumer_sync(int number) {
-    if (number != threadIdx.x / 128 - 1) fail("this is another consumer's barrier");
+void warpgroup_sync(int barrier) {
+    if (barrier != threadIdx.x / 128) fail("this is another consumer's barrier");
     ++own().synced, ++self().syncs;
     rest();
 }
@@ -185,6 +186,8 @@ void warpgroup_mma(float (&sums)[N / 2], const unsigned long long (&a)[2], unsig
 }
 template <int COUNT>
 void warpgroup_results(float (&)[COUNT]) {}
+template <int COUNT>
+void warpgroup_operands(unsigned long long (&)[COUNT][2]) {}
 // Sums of small integers are exact.
 void compute(Multiplier& multiplier) {
     const Instruction& in = multiplier.instructions.front();
@@ -221,8 +224,8 @@ void store_wait() {
 
 MAIN = r"""
 Conv2dParams first, second;
-int with_biases, in_place;
-std::vector<float> x, first_filter, second_filter, first_bias, second_bias, residual, y;
+int with_biases, in_place, next_relu;
+std::vector<float> x, first_filter, second_filter, next_filter, first_bias, second_bias, next_bias, residual, y, z;
 
 void fetch(unsigned place, std::vector<float> rows, unsigned barrier) {
     if (place % 1024) fail("a swizzle begins here");
@@ -240,12 +243,13 @@ void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int colum
     };
     if (map.id == FIRST) return box_of(first_filter, MIDDLE, first.K, first.gemm_k);
     if (map.id == SECOND) return box_of(second_filter, 64, second.K, MIDDLE);
+    if (map.id == NEXT_FILTERS) return box_of(next_filter, MIDDLE, NEXT, second.K);
     if (map.id != RESIDUALS || !self().waited) fail("earlier kernels may not have written the residual");
     box_of(in_place ? y : residual, TILE_M, second.gemm_m, second.K);
 }
 void store_box(const TensorMap& map, unsigned place, int column, int row) {
-    if (map.id != OUTPUTS || place % 1024) fail("this is no output");
-    stores.push_back({place, column, row, current});
+    if ((map.id != OUTPUTS && map.id != NEXT_OUTPUTS) || place % 1024) fail("this is no output");
+    stores.push_back({place, map.id, column, row, current});
     ++self().begun;
 }
 void store(const Store& box) {
@@ -253,15 +257,17 @@ void store(const Store& box) {
         const auto next = routine.unseen.lower_bound(box.place);
         if (next != routine.unseen.end() && *next < box.place + 64 * 128) fail("what is stored is not visible yet");
     }
+    std::vector<float>& output = box.map == OUTPUTS ? y : z;
     for (int i = 0; i < 64 && box.row + i < second.gemm_m; ++i) {
-        float* const row = &y[long(box.row + i) * second.K + box.column];
+        float* const row = &output[long(box.row + i) * (box.map == OUTPUTS ? second.K : NEXT) + box.column];
         for (int k = 0; k < 64; ++k) row[k] = value_at(box.place + i * 128 + k * 2);
     }
     ++routines[box.thread].stored;
 }
 void run() {
-    conv2d_wgmma_b2b({PIXELS}, {FIRST}, {SECOND}, {RESIDUALS}, {OUTPUTS}, with_biases ? first_bias.data() : nullptr,
-                     with_biases ? second_bias.data() : nullptr, first, second);
+    conv2d_wgmma_b2b({PIXELS}, {FIRST}, {SECOND}, {RESIDUALS}, {OUTPUTS}, {NEXT_FILTERS}, {NEXT_OUTPUTS},
+                     with_biases ? first_bias.data() : nullptr, with_biases ? second_bias.data() : nullptr,
+                     with_biases ? next_bias.data() : nullptr, first, second, next_relu);
     self().ended = true;
     if (self().stored != self().begun) fail("shared memory ends before all is stored");
     rest();
@@ -333,18 +339,20 @@ void block() {
     for (const Routine& routine : routines) if (!routine.ended) fail("nobody can go on");
 }
 int main() {
-    int head[4];
-    if (fread(head, 4, 4, stdin) != 4 || fread(&first, sizeof first, 1, stdin) != 1) return 2;
+    int head[5];
+    if (fread(head, 4, 5, stdin) != 5 || fread(&first, sizeof first, 1, stdin) != 1) return 2;
     if (fread(&second, sizeof second, 1, stdin) != 1) return 2;
-    draw.seed(head[0]), gridDim.x = head[1], with_biases = head[2], in_place = head[3];
+    draw.seed(head[0]), gridDim.x = head[1], with_biases = head[2], in_place = head[3], next_relu = head[4];
     const long outputs = long(second.gemm_m) * second.K;
     read(x, long(first.N) * first.H * first.W * first.C), read(first_filter, long(first.K) * first.gemm_k);
     read(second_filter, long(second.K) * MIDDLE);
     read(first_bias, first.K), read(second_bias, second.K), read(residual, outputs);
-    y = residual;
+    read(next_filter, long(NEXT) * second.K), read(next_bias, NEXT);
+    y = residual, z.assign(long(second.gemm_m) * NEXT, NAN);
     if (!in_place) for (float& value : y) value = NAN;
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) block();
     fwrite(y.data(), 4, outputs, stdout);
+    fwrite(z.data(), 4, z.size(), stdout);
 }
 """
 
@@ -352,18 +360,20 @@ int main() {
 def host_source() -> str:
     """The program's text."""
     path = find_kernel("conv2d_wgmma_b2b").path
+    include = {file.name: file.read_text("utf-8") for file in (path.parent / "include").glob("*.cuh")}
     text = path.read_text(encoding="utf-8")
-    text = re.sub(r'#include "[^"]+"', "", text)
+    for name in ("stage_ring.cuh", "back_to_back_producer.cuh"):
+        assert text.count(f'#include "{name}"') == 1
+        text = text.replace(f'#include "{name}"', include[name])
+    text = re.sub(r'#include "[^"]+"|#pragma once', "", text)
     text = re.sub(r'asm volatile\("setmaxnreg.*?\);', "{}", text)
-    for own in ("void consumer_sync", "void store_matrices"):  # assembly; here those above
-        text, count = re.subn(rf"__device__ __forceinline__ {own}\(.*?\n}}\n", "", text, flags=re.S)
-        assert count == 1, own
     text = text.replace("extern __shared__ __align__(1024) unsigned char shared[];", "")
     text = text.replace("__shared__", "static")
     assert "asm" not in text
-    params = (path.parent / "include" / "conv2d_params.cuh").read_text("utf-8").replace("#pragma once", "")
+    params = include["conv2d_params.cuh"].replace("#pragma once", "")
+    (place,) = re.findall(r"^struct Place \{.*?^\};", include["tensor_memory.cuh"], re.DOTALL | re.MULTILINE)
     im2col = IM2COL.replace("32", "64")  # channels a row: these have 2 bytes
-    return "\n".join([HOST, params, text, im2col, MAIN])
+    return "\n".join([HOST, params, place, text, im2col, MAIN])
 
 
 def run(
@@ -376,25 +386,29 @@ def run(
     grid: int,
     biases: bool,
     in_place: bool,
-    relus: tuple[bool, bool],
-) -> np.ndarray | str:
-    """Runs all blocks of a launch, one after the other; returns the output, or what went wrong.
+    relus: tuple[bool, ...],
+) -> list[np.ndarray] | str:
+    """Runs all blocks of a launch, one after the other; returns the outputs, or what went wrong.
 
     Args:
         program: from `wgmma_host.build`.
         first, second: the convolutions.
-        arrays: x, first, second, first_bias, second_bias, residual, float32.
+        arrays: x, first, second, first_bias, second_bias, residual, and where there is a third convolution next, its
+            filters, and next_bias; float32.
         seed: of the order.
         grid: blocks.
         biases: whether there are any.
         in_place: whether the output lies in the residual's place.
-        relus: of the first and the second.
+        relus: of the first, the second, and where there is one the third.
     """
-    names = ("x", "first", "second", "first_bias", "second_bias", "residual")
-    params = (conv2d_params(problem, relu).tobytes() for problem, relu in zip((first, second), relus, strict=True))
-    tensors = (np.ascontiguousarray(arrays[name], np.float32).tobytes() for name in names)
-    given = np.array([seed, grid, biases, in_place], np.int32).tobytes() + b"".join([*params, *tensors])
+    names = ("x", "first", "second", "first_bias", "second_bias", "residual", "next", "next_bias")
+    params = (conv2d_params(problem, relu).tobytes() for problem, relu in zip((first, second), relus[:2], strict=True))
+    tensors = (np.ascontiguousarray(arrays[name], np.float32).tobytes() for name in names if name in arrays)
+    head = np.array([seed, grid, biases, in_place, relus[-1]], np.int32)
+    given = head.tobytes() + b"".join([*params, *tensors])
     done = subprocess.run([program], input=given, capture_output=True, timeout=120, check=False)
     if done.returncode:
         return done.stderr.decode() or f"exit status {done.returncode}"
-    return np.frombuffer(done.stdout, np.float32).reshape(second.output_shape)
+    y, z = np.split(np.frombuffer(done.stdout, np.float32), [math.prod(second.output_shape)])
+    N, P, Q, _ = second.output_shape
+    return [y.reshape(second.output_shape), *([z.reshape(N, P, Q, -1)] if z.size else [])]

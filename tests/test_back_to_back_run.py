@@ -4,7 +4,6 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +32,7 @@ SHAPES = {
 FORMS = {
     f"{config.tile_m}x{config.mid_channels}": config.defines()
     for config in configurations()
-    if config.precision == "bf16"
+    if config.precision == "bf16" and not config.next_channels
 }
 FORMS["few_stages"] = {**FORMS["128x64"], "PIXEL_STAGES": 2, "FILTER_STAGES": 2}
 FORMS["few_filters"] = {**FORMS["128x64"], "PIXEL_STAGES": 5, "FILTER_STAGES": 3}
@@ -93,9 +92,9 @@ def is_right(program: Path, first: Conv2dProblem, K: int, seed: int) -> bool:
     first_bias, second_bias = (arrays[name] if biases else None for name in ("first_bias", "second_bias"))
     middle = convolution(first, arrays["x"], arrays["first"], first_bias, None, relus[0])
     expected = convolution(second, middle, arrays["second"], second_bias, arrays["residual"], relus[1])
-    options: dict[str, Any] = {"biases": biases, "in_place": in_place, "relus": relus}
-    y = run(program, first, second, arrays, seed=seed, grid=draw.choice([1, 2, 5]), **options)
-    return not isinstance(y, str) and np.array_equal(y, expected)
+    options = {"biases": biases, "in_place": in_place, "relus": relus}
+    outputs = run(program, first, second, arrays, seed=seed, grid=draw.choice([1, 2, 5]), **options)
+    return not isinstance(outputs, str) and np.array_equal(outputs[0], expected)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -107,42 +106,30 @@ def test_it_is_exact_on_integers(programs: dict[str, Path], shape: str, form: st
 
 
 MISTAKES = {
-    "the input is not waited for": (
-        "            wait_until_full(barriers.pixels, pixel);\n            const",
-        "            const",
-    ),
-    "the first filter is not waited for": ("            wait_until_full(barriers.filters, filter);\n", ""),
-    "the second filter is not waited for": (
-        "        wait_until_full(barriers.filters, filter);\n        const",
-        "        const",
-    ),
-    "the residual is not waited for": (
-        "        wait_until_full(barriers.pixels, pixel);\n        unsigned",
-        "        unsigned",
-    ),
+    "the input is not waited for": ("            wait_until_full(barriers.pixels, pixel);\n            const", "            const"),
+    "the first filter is not waited for": ("            wait_until_full(barriers.filters, filter);\n            wait", "            wait"),
+    "the second filter is not waited for": ("        wait_until_full(barriers.filters, filter);\n        const", "        const"),
+    "the residual is not waited for": ("        wait_until_full(barriers.pixels, pixel);\n        unsigned", "        unsigned"),
     "the sums are not waited for": ("warpgroup_wait<PENDING>();", "warpgroup_wait<PENDING + 1>();"),
     "a slice is given back before it has been read": ("warpgroup_wait<1>();", "warpgroup_wait<2>();"),
-    "one consumer gives back for both": ("barriers.pixels.empty[i]), CONSUMERS);", "barriers.pixels.empty[i]), 1);"),
+    "one consumer gives back for both": ("&ring.empty[stage]), readers);", "&ring.empty[stage]), 1);"),
     "the producer does not wait": ("barrier_wait(shared_address(&ring.empty[place.stage]), place.parity);", ""),
     "a stage is filled while it is stored from": ("store_wait<PENDING>();", ""),
     "the last stage stored from is kept": ("if (slice == 0 && elected) release_stored<0>();", ""),
     "a stage is never given back": ("stored = pixel.stage;", "stored = -1;"),
-    "the wrong filter is given back": ("FILTER_STAGES - 1 - PENDING)", "FILTER_STAGES - PENDING)"),
-    "stored before all have written": ("        consumer_sync(number);\n", ""),
+    "the wrong filter is given back": ("release(barriers.filters, oldest);", "release(barriers.filters, 0);"),
+    "stored before all have written": ("        warpgroup_sync(1 + number);\n", ""),
     "stored before it is visible": ("written_for_storing();", ""),
     "the last is not stored": ("if (consumer.elected) store_wait<0>();", ""),
     "rows are not swizzled": ("(lane / 16 ^ lane % 8) * 16", "lane / 16 * 16"),
     "columns of the middle are exchanged": ("middle[step][j] =", "middle[step][1 - j] ="),
-    "rows of the middle are exchanged": (
-        "upper | static_cast<unsigned long long>(lower)",
-        "lower | static_cast<unsigned long long>(upper)",
-    ),
+    "rows of the middle are exchanged": ("upper | static_cast<unsigned long long>(lower)", "lower | static_cast<unsigned long long>(upper)"),
     "the wrong slice of the second filter": ("step / STEPS * SECOND_BOX_BYTES", "0 * SECOND_BOX_BYTES"),
     "the other consumer's rows are stored": ("k, m0 + number * 64);", "k, m0);"),
     "resident filters are fetched again": ("!work.resident || tile == blockIdx.x", "true"),
     "resident filters are looked for further on": ("if (work.resident) consumer.filter = {0, 0};", ""),
     "the first's ReLU is the second's": ("first_bias, first_floor", "first_bias, second_floor"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -146,7 +146,8 @@ class BackToBackConfig:
         tile_m: pixels per tile, 64 for each consumer.
         mid_channels: filters of the first convolution, all of which a tile has.
         pixel_stages: slices of the input, or of the residual and then the output, in shared memory.
-        filter_stages: slices of either filter.
+        filter_stages: slices of any filter.
+        next_channels: filters of a third convolution, the next bottleneck's first; 0: there is none.
     """
 
     precision: str
@@ -154,6 +155,7 @@ class BackToBackConfig:
     mid_channels: int
     pixel_stages: int
     filter_stages: int
+    next_channels: int = 0
 
     ROW_BYTES = 128
     SLICE = 64
@@ -184,10 +186,12 @@ class BackToBackConfig:
             "MIDDLE": self.mid_channels,
             "PIXEL_STAGES": self.pixel_stages,
             "FILTER_STAGES": self.filter_stages,
+            "NEXT": self.next_channels,
         }
 
     def __str__(self) -> str:
-        return f"{self.tile_m}×{self.mid_channels}, {self.pixel_stages} and {self.filter_stages} stages"
+        behind = f" and {self.next_channels}" if self.next_channels else ""
+        return f"{self.tile_m}×{self.mid_channels}{behind}, {self.pixel_stages} and {self.filter_stages} stages"
 
 
 WGMMA_TILES = ((128, 128, 5), (128, 64, 8), (64, 256, 4), (64, 128, 8), (64, 64, 10))
@@ -237,7 +241,20 @@ BACK_TO_BACK_TILES = (
 """(tile_m, mid_channels, pixel_stages, filter_stages): as many as there is room for. 13 stages hold both
 filters where 64 of 3×3 over 64 channels have 256 behind them: they are fetched once."""
 
+BACK_TO_BACK_NEXT_TILES = (
+    (128, 128, 7, 7, 128),
+    (128, 64, 5, 17, 64),
+    (128, 64, 7, 14, 128),
+    (64, 128, 10, 9, 128),
+    (64, 64, 11, 17, 64),
+    (64, 64, 7, 21, 128),
+)
+"""The same and next_channels. 17 or 21 stages hold all three filters around 64 channels; 21 would leave tiles of 128
+pixels too few stages of their own."""
+
 BACK_TO_BACK = tuple(
-    BackToBackConfig(precision, *tile) for precision in ("fp16", "bf16") for tile in BACK_TO_BACK_TILES
+    BackToBackConfig(precision, *tile)
+    for precision in ("fp16", "bf16")
+    for tile in (*BACK_TO_BACK_TILES, *BACK_TO_BACK_NEXT_TILES)
 )
 """Every form in which conv2d_wgmma_b2b is compiled."""

@@ -16,6 +16,12 @@ __device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned row
                  : "r"(row_address)
                  : "memory");
 }
+// Stores what load_matrices loads.
+__device__ __forceinline__ void store_matrices(unsigned row_address, const unsigned (&words)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+}
 
 // d += a · b. For Half and BFloat16 the fragments hold pairs of elements, for float one TF32 a word.
 template <typename Element>

@@ -42,6 +42,13 @@ __device__ __forceinline__ void warpgroup_results(float (&sums)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
+// Call before the fence in front of instructions that take `words` from registers: they are complete by then.
+template <int COUNT>
+__device__ __forceinline__ void warpgroup_operands(unsigned long long (&words)[COUNT][2]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+l"(words[i][0]), "+l"(words[i][1])::"memory");
+}
+
 // sums = a · b, or sums += a · b if `accumulate`, for 64 rows and N columns; a kernel that needs another N than those below
 // instantiates WARPGROUP_MMA_OF_BYTES_2 or _OF_ALL for it.
 template <typename Element, int N>

@@ -1,0 +1,80 @@
+// conv2d_wgmma_b2b: what its blocks have to do, and the thread that brings all they need to shared memory.
+//
+// The including file defines the constants of its form, Barriers and the rings.
+#pragma once
+
+struct Maps {
+    const TensorMap &pixels, &first, &second, &residuals, &outputs, &next, &next_outputs;
+};
+
+// What both sides know of the block's work.
+struct Work {
+    int tiles, slices;   // of the output; of the first product's depth
+    bool resident;       // all filters have room as a whole: they are fetched once
+    unsigned pixels, filters;  // where the stages begin
+
+    __device__ __forceinline__ Work(const Conv2dParams& first, const Conv2dParams& second, unsigned shared)
+        : tiles((first.gemm_m + TILE_M - 1) / TILE_M),
+          slices(first.R * first.S * (first.C / SLICE)),
+          resident(slices + second.K / SLICE * (NEXT ? 1 + PARTS : 1) <= FILTER_STAGES),
+          pixels(shared),
+          filters(shared + PIXEL_STAGES * PIXEL_BYTES) {}
+    __device__ __forceinline__ unsigned pixel_stage(int stage) const { return pixels + stage * PIXEL_BYTES; }
+    __device__ __forceinline__ unsigned filter_stage(int stage) const { return filters + stage * FILTER_BYTES; }
+};
+
+// Asks for a slice of the next filter: all of its filters, SLICE of their depth.
+__device__ __forceinline__ void fetch_next(const Maps& maps, Barriers& barriers, const Work& work, Place& filter, int k) {
+    for (int part = 0; part < PARTS; ++part) {
+        const unsigned full = claim(barriers.filters, filter, FILTER_BYTES);
+        fetch_box(work.filter_stage(filter.stage), maps.next, full, k, part * MIDDLE);
+        filter.advance(1, FILTER_STAGES);
+    }
+}
+
+// Asks for all slices of the block's tiles in the order of their use, as stages become free.
+__device__ __forceinline__ void produce(const Maps& maps, Barriers& barriers, const Work& work, const Conv2dParams& first,
+                                        const Conv2dParams& second) {
+    Place pixel{0, 1};  // the phase before the first counts as complete: all stages are free
+    Place filter{0, 1};
+    for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
+        const bool with_filters = !work.resident || tile == blockIdx.x;
+        const int m0 = tile * TILE_M;
+        const OutputPixel begin = output_pixel(first, m0);
+        const int w = begin.q * first.stride_w - first.pad_w, h = begin.p * first.stride_h - first.pad_h;
+        int depth = 0;
+        for (int r = 0; r < first.R; ++r) {
+            for (int s = 0; s < first.S; ++s) {
+                for (int c = 0; c < first.C; c += SLICE, depth += SLICE) {
+                    if (with_filters) {
+                        const unsigned full = claim(barriers.filters, filter, FILTER_BYTES);
+                        fetch_box(work.filter_stage(filter.stage), maps.first, full, depth, 0);
+                        filter.advance(1, FILTER_STAGES);
+                    }
+                    const unsigned full = claim(barriers.pixels, pixel, PIXEL_BYTES);
+                    fetch_im2col(work.pixel_stage(pixel.stage), maps.pixels, full, c, w, h, begin.n, s * first.dilation_w,
+                                 r * first.dilation_h);
+                    pixel.advance(1, PIXEL_STAGES);
+                }
+            }
+        }
+        for (int k = 0; k < second.K; k += SLICE) {
+            if (with_filters) {
+                const unsigned full = claim(barriers.filters, filter, FILTER_BYTES);
+                for (int i = 0; i < MIDDLE / SLICE; ++i) {
+                    fetch_box(work.filter_stage(filter.stage) + i * SECOND_BOX_BYTES, maps.second, full, i * SLICE, k);
+                }
+                filter.advance(1, FILTER_STAGES);
+            }
+            const unsigned full = claim(barriers.pixels, pixel, PIXEL_BYTES);
+            fetch_box(work.pixel_stage(pixel.stage), maps.residuals, full, k, m0);
+            pixel.advance(1, PIXEL_STAGES);
+            if (NEXT && with_filters && k > 0) fetch_next(maps, barriers, work, filter, k - SLICE);
+        }
+        if (NEXT && with_filters) fetch_next(maps, barriers, work, filter, second.K - SLICE);
+        for (int k = 0; k < NEXT; k += SLICE) {  // nothing comes into the stages that its results leave from
+            claim(barriers.pixels, pixel, 0);
+            pixel.advance(1, PIXEL_STAGES);
+        }
+    }
+}

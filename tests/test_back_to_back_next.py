@@ -1,0 +1,157 @@
+"""conv2d_wgmma_b2b with a third convolution, the next bottleneck's first, without a GPU: what is solved, what the
+kernel's file and the launch must agree on, and the launch itself (what it computes: test_back_to_back_next_run)."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_back_to_back import PARAMETERS, PLAIN, named_operands
+from wgmma_support import STATIC_SHARED, Gpus, assert_constants, collected_launches, two_gpus
+
+from cupy_resnet.conv2d import H100, Conv2dProblem, back_to_back, tensor_maps
+from cupy_resnet.conv2d.back_to_back import (
+    BackToBackConfig,
+    Next,
+    back_to_back_candidates,
+    back_to_back_problem,
+    configurations,
+    launch_back_to_back,
+    supports_back_to_back,
+)
+from cupy_resnet.conv2d.variants import NULL, Filter
+from cupy_resnet.jit import compile_kernel
+
+NAME = back_to_back.name
+CONFIGS = [config for config in configurations() if config.next_channels]
+NAMES = [f"{config.precision} {config}" for config in CONFIGS]
+
+
+def three(next_channels: int, **changes: Any) -> tuple[Conv2dProblem, Conv2dProblem, Conv2dProblem]:
+    first = replace(PLAIN, **changes)
+    second = back_to_back_problem(first, 256)
+    return first, second, back_to_back_problem(second, next_channels)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize(("K", "next_channels"), [(64, 64), (64, 128), (128, 128)])
+def test_it_solves_what_begins_the_next_bottleneck(precision: str, K: int, next_channels: int) -> None:
+    first, second, third = three(next_channels, K=K, precision=precision)
+    assert third.input_shape == second.output_shape
+    assert supports_back_to_back(first, second, H100, third=third) == (True, "")
+    candidates = back_to_back_candidates(first, second, H100, third=third)
+    assert [config.tile_m for config in candidates] == [128, 64]
+    for config in candidates:
+        assert (config.precision, config.mid_channels, config.next_channels) == (precision, K, next_channels)
+
+
+@pytest.mark.parametrize(
+    ("K", "next_channels", "why_not"),
+    [
+        (64, 256, "computes a third convolution behind 64 channels with 64 or 128 filters, not with 256"),
+        (128, 64, "computes a third convolution behind 128 channels with 128 filters, not with 64"),
+        (128, 256, "computes a third convolution behind 128 channels with 128 filters, not with 256"),
+        (256, 256, "computes a third convolution behind 64 or 128 channels, not behind 256"),
+    ],
+)
+def test_what_it_does_not_solve(K: int, next_channels: int, why_not: str) -> None:
+    first, second, third = three(next_channels, K=K)
+    assert supports_back_to_back(first, second, H100, third=third) == (False, why_not)
+    assert not back_to_back_candidates(first, second, H100, third=third)
+    assert back_to_back_candidates(first, second, H100)
+
+
+def test_what_the_first_two_lack_is_said_first() -> None:
+    first, second, third = three(64, C=96)
+    assert supports_back_to_back(first, second, H100, third=third) == supports_back_to_back(first, second, H100)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"R": 3, "pad_h": 1}, {"stride_w": 2}, {"H": 13}, {"C": 128}, {"precision": "bf16"}]
+)
+def test_the_third_must_be_pointwise_behind_the_second(changes: dict[str, Any]) -> None:
+    first, second, third = three(64)
+    supported, why_not = supports_back_to_back(first, second, H100, third=replace(third, **changes))
+    assert not supported
+    assert why_not == "needs a third convolution of 1×1, stride 1, padding 0, groups 1 behind the second"
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
+def test_the_launch_agrees_with_the_kernels_constants(config: BackToBackConfig) -> None:
+    pytest.importorskip("cupy")
+    fixed: dict[str, Any] = {
+        "THREADS": config.threads,
+        "PIXEL_STAGES * PIXEL_BYTES + FILTER_STAGES * FILTER_BYTES": config.shared_memory,
+        "PARTS * MIDDLE": config.next_channels,
+        "FILTER_BYTES % 1024": 0,  # where a part of the next filter begins, the swizzle begins anew
+    }
+    assert_constants(NAME, config.defines(), fixed, f"sizeof(Barriers) <= {STATIC_SHARED}")
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
+def test_a_block_fits_an_h100(config: BackToBackConfig) -> None:
+    assert config.shared_memory + STATIC_SHARED <= H100.shared_memory_per_block
+    assert min(config.pixel_stages, config.filter_stages) >= 4
+    steps = 9 + 4 * (1 + config.next_channels // config.mid_channels)  # of the narrowest bottleneck: its filters stay
+    resident = config.filter_stages >= steps
+    assert resident == (config.mid_channels == 64 and (config.next_channels == 64 or config.tile_m == 64))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[BackToBackConfig, Any]:
+    pytest.importorskip("cupy")
+    return {config: compile_kernel(NAME, defines=config.defines(), arch="sm_90a") for config in CONFIGS}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
+def test_instructions_overlap_and_registers_suffice(
+    compiled: dict[BackToBackConfig, Any], config: BackToBackConfig
+) -> None:
+    log, used = compiled[config].entry.log, compiled[config].resources[NAME]
+    assert "serialized" not in log
+    assert "injected" not in log
+    assert not used.spills
+    assert used.shared_memory <= STATIC_SHARED
+    assert used.registers * config.threads <= 65536
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
+    with two_gpus(monkeypatch) as fake:
+        yield fake
+
+
+@pytest.fixture
+def launches(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    return collected_launches(monkeypatch, back_to_back, ("im2col_map", "matrix_map"))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
+@pytest.mark.parametrize(("bias", "relu"), [("c", True), (None, False)])
+def test_the_launch(launches: list[tuple[Any, ...]], config: BackToBackConfig, bias: Any, relu: bool) -> None:
+    first, second, third = three(config.next_channels, K=config.mid_channels, precision=config.precision)
+    following = Next(Filter("next"), bias, "z", relu)  # type: ignore[arg-type]
+    operands = named_operands(("a", "b"), (True, False))._replace(next=following)
+    launch_back_to_back(first, second, operands, config, third=third)
+    ((kernel, _, block, arguments, options),) = launches
+    assert kernel == (NAME, config.defines())
+    assert block == (config.threads,)
+    assert options == {"shared": config.shared_memory, "waits": True}
+    given = dict(zip(PARAMETERS, arguments, strict=True))
+    assert given["next_filters"] == ("matrix_map", third, "next", 256, config.mid_channels)
+    assert given["next_outputs"] == ("matrix_map", third, "z", config.next_channels, 64)
+    assert given["outputs"] == ("matrix_map", second, "y", 256, 64)
+    assert (given["first_bias"], given["second_bias"]) == ("a", "b")
+    assert given["next_bias"] == (NULL if bias is None else bias)
+    assert isinstance(given["next_relu"], np.int32)
+    assert given["next_relu"] == relu
+
+
+def test_a_problem_needs_its_arrays(launches: list[tuple[Any, ...]]) -> None:
+    first, second, third = three(64)
+    (config, _) = back_to_back_candidates(first, second, H100, third=third)
+    with pytest.raises(ValueError, match="needs both"):
+        launch_back_to_back(first, second, named_operands(("a", "b"), (True, True)), config, third=third)
+    assert not launches
+    assert tensor_maps.NONE.itemsize == tensor_maps.BYTES

@@ -1,0 +1,107 @@
+"""What conv2d_wgmma_b2b computes with a third convolution: its own text, run on the host in many orders (see
+`back_to_back_host`)."""
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from back_to_back_host import host_source, run
+from test_back_to_back_run import SHAPES, convolution, drawn
+from wgmma_host import build
+
+from cupy_resnet.conv2d import Conv2dProblem
+from cupy_resnet.conv2d.back_to_back import back_to_back_problem, configurations
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+FORMS: dict[str, dict[str, Any]] = {
+    f"{config.tile_m}x{config.mid_channels}x{config.next_channels}": config.defines()
+    for config in configurations()
+    if config.precision == "bf16" and config.next_channels
+}
+FORMS["few_stages"] = {**FORMS["128x64x64"], "PIXEL_STAGES": 2, "FILTER_STAGES": 2}
+FORMS["few_filters"] = {**FORMS["128x64x128"], "PIXEL_STAGES": 4, "FILTER_STAGES": 3}
+FORMS["few_pixels"] = {**FORMS["64x128x128"], "PIXEL_STAGES": 2, "FILTER_STAGES": 7}
+FORMS["resident"] = {**FORMS["128x64x128"], "PIXEL_STAGES": 3, "FILTER_STAGES": 21}
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    assert COMPILER is not None
+    folder = tmp_path_factory.mktemp("host")
+    return {name: build(COMPILER, folder, host_source(), name, defines) for name, defines in FORMS.items()}
+
+
+def is_right(program: Path, first: Conv2dProblem, K: int, next_channels: int, seed: int) -> bool:
+    draw = random.Random(seed)
+    second = back_to_back_problem(first, K)
+    third = back_to_back_problem(second, next_channels)
+    generator = np.random.default_rng(seed + 1)
+    # Few, so that sums are small, and powers of two, so that products have no more bits than what is multiplied.
+    few = generator.random(third.filter_shape) < 4 / K
+    arrays = {
+        **drawn(first, second, seed),
+        "next": generator.choice([-2, -1, 1, 2], third.filter_shape).astype(np.float32) * few,
+        "next_bias": generator.integers(-9, 10, next_channels).astype(np.float32),
+    }
+    biases, in_place = draw.random() < 0.7, draw.random() < 0.5
+    relus = draw.choice([(True, True, True), (False, True, True), (True, False, True), (True, True, False)])
+    expected = []
+    x, given = arrays["x"], ((first, "first"), (second, "second"), (third, "next"))
+    for (problem, name), relu in zip(given, relus, strict=True):
+        bias = arrays[f"{name}_bias"] if biases else None
+        x = convolution(problem, x, arrays[name], bias, arrays["residual"] if name == "second" else None, relu)
+        expected.append(x)
+    options = {"biases": biases, "in_place": in_place, "relus": relus}
+    outputs = run(program, first, second, arrays, seed=seed, grid=draw.choice([1, 2, 5]), **options)
+    if isinstance(outputs, str):
+        return False
+    return all(np.array_equal(output, right) for output, right in zip(outputs, expected[1:], strict=True))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_are_convolutions(programs: dict[str, Path], form: str, shape: str) -> None:
+    first, K = SHAPES[shape]
+    first = replace(first, K=int(FORMS[form]["MIDDLE"]))
+    assert all(is_right(programs[form], first, K, FORMS[form]["NEXT"], seed) for seed in range(3))
+
+
+MISTAKES = {
+    "the next filter is not waited for": ("            wait_until_full(barriers.filters, filter);\n            b[", "            b["),
+    "stages for what leaves are not waited for": ("            wait_until_full(barriers.pixels, pixel);\n#pragma", "#pragma"),
+    "no stages for what leaves": ("claim(barriers.pixels, pixel, 0);", ""),
+    "products are not waited for": ("        warpgroup_wait<0>();\n        do {", "        warpgroup_wait<1>();\n        do {"),
+    "only one filter is given back": ("while (elected && !work.resident && oldest != filter.stage);", "while (false);"),
+    "what was finished is multiplied too late": ("fetch_next(maps, barriers, work, filter, k - SLICE);", "fetch_next(maps, barriers, work, filter, k);"),
+    "the last of the next filter is missing": ("if (NEXT && with_filters) fetch_next(maps, barriers, work, filter, second.K - SLICE);", ""),
+    "one array for both": ("finished_even, finished_odd, middle, k - SLICE", "finished_even, finished_even, middle, k - SLICE"),
+    "rows are exchanged": ("words[j][0] | static_cast<unsigned long long>(words[j][1])", "words[j][1] | static_cast<unsigned long long>(words[j][0])"),
+    "columns are exchanged": ("finished[j][0] = words[j][0] | static_cast<unsigned long long>(words[j][1]) << 32;\n", "finished[j][0] = finished[j][1];\n"),
+    "the wrong part": ("maps.next, full, k, part * MIDDLE);", "maps.next, full, k, 0);"),
+    "the wrong sums": ("sums[k / MIDDLE] + k % MIDDLE / 2 +", "sums[0] + k % MIDDLE / 2 +"),
+    "the second's ReLU": ("next_bias, next_floor);\n        } else", "next_bias, second_floor);\n        } else"),
+    "filters fetched again": ("1 + PARTS : 1", "1 : 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(tmp_path: Path, mistake: str) -> None:
+    """So that what is found right means something."""
+    assert COMPILER is not None
+    right, wrong = MISTAKES[mistake]
+    source = host_source()
+    assert source.count(right) == 1, mistake
+    stages = {
+        "PIXEL_STAGES": 2 if "leaves" in mistake else 3,
+        "FILTER_STAGES": 14 if mistake == "filters fetched again" else 5,
+    }
+    defines = {**FORMS["128x64x128"], **stages}
+    program = build(COMPILER, tmp_path, source.replace(right, wrong), "wrong", defines)
+    cases = [(replace(first, K=64), K) for first, K in SHAPES.values()]
+    assert not all(is_right(program, first, K, 128, seed) for seed in range(4) for first, K in cases)
