@@ -10,12 +10,11 @@ import pytest
 from test_back_to_back import PARAMETERS, PLAIN, named_operands
 from wgmma_support import STATIC_SHARED, Gpus, assert_constants, collected_launches, two_gpus
 
-from cupy_resnet.conv2d import H100, Conv2dProblem, back_to_back, tensor_maps
+from cupy_resnet.conv2d import H100, Conv2dPair, back_to_back
 from cupy_resnet.conv2d.back_to_back import (
     BackToBackConfig,
-    Next,
+    Following,
     back_to_back_candidates,
-    back_to_back_problem,
     configurations,
     launch_back_to_back,
     supports_back_to_back,
@@ -28,19 +27,16 @@ CONFIGS = [config for config in configurations() if config.next_channels]
 NAMES = [f"{config.precision} {config}" for config in CONFIGS]
 
 
-def three(next_channels: int, **changes: Any) -> tuple[Conv2dProblem, Conv2dProblem, Conv2dProblem]:
-    first = replace(PLAIN, **changes)
-    second = back_to_back_problem(first, 256)
-    return first, second, back_to_back_problem(second, next_channels)
+def three(next_channels: int, **changes: Any) -> Conv2dPair:
+    return Conv2dPair(replace(PLAIN, **changes), 256, following=next_channels)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize(("K", "next_channels"), [(64, 64), (64, 128), (128, 128)])
 def test_it_solves_what_begins_the_next_bottleneck(precision: str, K: int, next_channels: int) -> None:
-    first, second, third = three(next_channels, K=K, precision=precision)
-    assert third.input_shape == second.output_shape
-    assert supports_back_to_back(first, second, H100, third=third) == (True, "")
-    candidates = back_to_back_candidates(first, second, H100, third=third)
+    pair = three(next_channels, K=K, precision=precision)
+    assert supports_back_to_back(pair, H100) == (True, "")
+    candidates = back_to_back_candidates(pair, H100)
     assert [config.tile_m for config in candidates] == [128, 64]
     for config in candidates:
         assert (config.precision, config.mid_channels, config.next_channels) == (precision, K, next_channels)
@@ -49,32 +45,22 @@ def test_it_solves_what_begins_the_next_bottleneck(precision: str, K: int, next_
 @pytest.mark.parametrize(
     ("K", "next_channels", "why_not"),
     [
-        (64, 256, "computes a third convolution behind 64 channels with 64 or 128 filters, not with 256"),
-        (128, 64, "computes a third convolution behind 128 channels with 128 filters, not with 64"),
-        (128, 256, "computes a third convolution behind 128 channels with 128 filters, not with 256"),
-        (256, 256, "computes a third convolution behind 64 or 128 channels, not behind 256"),
+        (64, 256, "goes on with 64 or 128 filters behind 64 channels, not with 256"),
+        (128, 64, "goes on with 128 filters behind 128 channels, not with 64"),
+        (128, 256, "goes on with 128 filters behind 128 channels, not with 256"),
+        (256, 256, "goes on with a third convolution behind 64 or 128 channels, not behind 256"),
     ],
 )
 def test_what_it_does_not_solve(K: int, next_channels: int, why_not: str) -> None:
-    first, second, third = three(next_channels, K=K)
-    assert supports_back_to_back(first, second, H100, third=third) == (False, why_not)
-    assert not back_to_back_candidates(first, second, H100, third=third)
-    assert back_to_back_candidates(first, second, H100)
+    pair = three(next_channels, K=K)
+    assert supports_back_to_back(pair, H100) == (False, why_not)
+    assert not back_to_back_candidates(pair, H100)
+    assert back_to_back_candidates(pair.without_following(), H100)
 
 
 def test_what_the_first_two_lack_is_said_first() -> None:
-    first, second, third = three(64, C=96)
-    assert supports_back_to_back(first, second, H100, third=third) == supports_back_to_back(first, second, H100)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"R": 3, "pad_h": 1}, {"stride_w": 2}, {"H": 13}, {"C": 128}, {"precision": "bf16"}]
-)
-def test_the_third_must_be_pointwise_behind_the_second(changes: dict[str, Any]) -> None:
-    first, second, third = three(64)
-    supported, why_not = supports_back_to_back(first, second, H100, third=replace(third, **changes))
-    assert not supported
-    assert why_not == "needs a third convolution of 1×1, stride 1, padding 0, groups 1 behind the second"
+    pair = three(64, C=96)
+    assert supports_back_to_back(pair, H100) == supports_back_to_back(pair.without_following(), H100)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
@@ -130,28 +116,19 @@ def launches(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...
 @pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
 @pytest.mark.parametrize(("bias", "relu"), [("c", True), (None, False)])
 def test_the_launch(launches: list[tuple[Any, ...]], config: BackToBackConfig, bias: Any, relu: bool) -> None:
-    first, second, third = three(config.next_channels, K=config.mid_channels, precision=config.precision)
-    following = Next(Filter("next"), bias, "z", relu)  # type: ignore[arg-type]
-    operands = named_operands(("a", "b"), (True, False))._replace(next=following)
-    launch_back_to_back(first, second, operands, config, third=third)
+    pair = three(config.next_channels, K=config.mid_channels, precision=config.precision)
+    following = Following(Filter("next"), bias, relu, "z")  # type: ignore[arg-type]
+    operands = named_operands(("a", "b"), (True, False))._replace(following=following)
+    launch_back_to_back(pair, operands, config)
     ((kernel, _, block, arguments, options),) = launches
     assert kernel == (NAME, config.defines())
     assert block == (config.threads,)
     assert options == {"shared": config.shared_memory, "waits": True}
     given = dict(zip(PARAMETERS, arguments, strict=True))
-    assert given["next_filters"] == ("matrix_map", third, "next", 256, config.mid_channels)
-    assert given["next_outputs"] == ("matrix_map", third, "z", config.next_channels, 64)
-    assert given["outputs"] == ("matrix_map", second, "y", 256, 64)
+    assert given["next_filters"] == ("matrix_map", pair.third, "next", 256, config.mid_channels)
+    assert given["next_outputs"] == ("matrix_map", pair.third, "z", config.next_channels, 64)
+    assert given["outputs"] == ("matrix_map", pair.second, "y", 256, 64)
     assert (given["first_bias"], given["second_bias"]) == ("a", "b")
     assert given["next_bias"] == (NULL if bias is None else bias)
     assert isinstance(given["next_relu"], np.int32)
     assert given["next_relu"] == relu
-
-
-def test_a_problem_needs_its_arrays(launches: list[tuple[Any, ...]]) -> None:
-    first, second, third = three(64)
-    (config, _) = back_to_back_candidates(first, second, H100, third=third)
-    with pytest.raises(ValueError, match="needs both"):
-        launch_back_to_back(first, second, named_operands(("a", "b"), (True, True)), config, third=third)
-    assert not launches
-    assert tensor_maps.NONE.itemsize == tensor_maps.BYTES

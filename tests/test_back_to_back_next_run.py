@@ -13,8 +13,8 @@ from back_to_back_host import host_source, run
 from test_back_to_back_run import SHAPES, convolution, drawn
 from wgmma_host import build
 
-from cupy_resnet.conv2d import Conv2dProblem
-from cupy_resnet.conv2d.back_to_back import back_to_back_problem, configurations
+from cupy_resnet.conv2d import Conv2dPair, Conv2dProblem
+from cupy_resnet.conv2d.back_to_back import configurations
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -39,8 +39,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def is_right(program: Path, first: Conv2dProblem, K: int, next_channels: int, seed: int) -> bool:
     draw = random.Random(seed)
-    second = back_to_back_problem(first, K)
-    third = back_to_back_problem(second, next_channels)
+    _, second, third = Conv2dPair(first, K, following=next_channels).parts
     generator = np.random.default_rng(seed + 1)
     # Few, so that sums are small, and powers of two, so that products have no more bits than what is multiplied.
     few = generator.random(third.filter_shape) < 4 / K

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from cupy_resnet.conv2d import Conv2dProblem
+from cupy_resnet.conv2d import Conv2dPair, Conv2dProblem
 from cupy_resnet.conv2d.back_to_back import (
     BackToBackOperands,
-    Next,
+    Following,
     back_to_back_candidates,
-    back_to_back_problem,
     launch_back_to_back,
 )
 from cupy_resnet.conv2d.variants import Filter
@@ -37,9 +36,8 @@ class Bottleneck:
     def __init__(self, first: Conv2dProblem, K: int, next_channels: int) -> None:
         import cupy
 
-        self.first = first
-        self.second = back_to_back_problem(first, K)
-        self.third = back_to_back_problem(self.second, next_channels)
+        self.pair = Conv2dPair(first, K, following=next_channels)
+        self.first, self.second, self.third = self.pair.parts
         self.device = describe_device(0)
         random = cupy.random.RandomState(K + next_channels)
 
@@ -49,7 +47,7 @@ class Bottleneck:
 
         self.x, self.residual = integers(first.input_shape), integers(self.second.output_shape, 9)
         shares = (1.0, 8 / first.K, 16 / K)
-        self.problems = (self.first, self.second, self.third)
+        self.problems = self.pair.parts
         self.weights = [integers(p.filter_shape, 1, share) for p, share in zip(self.problems, shares, strict=True)]
         self.biases = [random.randint(-9, 10, p.K).astype(cupy.float32) for p in self.problems]
 
@@ -75,9 +73,9 @@ class Bottleneck:
             y if in_place else self.residual,
             y,
             relus[:2],
-            Next(third, self.biases[2], z, relus[2]),
+            following=Following(third, self.biases[2], relus[2], z),
         )
-        launch_back_to_back(self.first, self.second, operands, config, third=self.third)
+        launch_back_to_back(self.pair, operands, config)
         return [y, z]
 
 
@@ -87,7 +85,7 @@ class Bottleneck:
 def test_it_is_exact_on_integers(shape: str, K: int, next_channels: int, precision: str) -> None:
     first, columns = SHAPES[shape]
     case = Bottleneck(replace(first, K=K, precision=precision), columns, next_channels)
-    configs = back_to_back_candidates(case.first, case.second, case.device, third=case.third)
+    configs = back_to_back_candidates(case.pair, case.device)
     if not configs:
         pytest.skip("runs on compute capability 9.0 only")
     for relus in ((True, True, True), (False, True, False)):
