@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from back_to_back_support import FIRST, PAIR
 from wgmma_support import STATIC_SHARED, Gpus, assert_constants, collected_launches, parameters, two_gpus
 
-from cupy_resnet.conv2d import H100, Conv2dProblem, back_to_back, tensor_maps
+from cupy_resnet.conv2d import H100, Conv2dPair, Conv2dProblem, back_to_back, tensor_maps
 from cupy_resnet.conv2d.back_to_back import (
     BackToBackConfig,
     BackToBackOperands,
     back_to_back_candidates,
-    back_to_back_problem,
     configurations,
     launch_back_to_back,
     supports_back_to_back,
@@ -31,16 +31,64 @@ PLAIN = Conv2dProblem(N=2, H=14, W=14, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, p
 
 CHANNELS = "needs 64, 128 or 256 channels between the two and a multiple of 128 behind them"
 
-# What it solves ---------------------------------------------------------------------------------------------------
+# The pair, and what it solves ---------------------------------------------------------------------------------------
 
 
 def test_the_second_convolution_is_pointwise_on_what_the_first_computes() -> None:
     first = replace(PLAIN, H=15, W=9, stride_h=2, stride_w=1)
-    second = back_to_back_problem(first, 256)
+    second = Conv2dPair(first, 256).second
     assert second.input_shape == first.output_shape
     assert second.output_shape == (2, 8, 9, 256)
     assert second.is_pointwise
     assert second.precision == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({}, ""),
+        ({"shortcut_channels": 64}, ", plus 1×1 of 64 channels"),
+        ({"following": 128}, "; → 128, 1×1"),
+        (
+            {"shortcut_channels": 64, "shortcut_stride": 2, "following": 128},
+            ", plus 1×1 of 64 channels, stride 2; → 128, 1×1",
+        ),
+    ],
+)
+def test_the_pair_describes_all(more: dict[str, int], text: str) -> None:
+    pair = replace(PAIR, **more)
+    first, second, *third = pair.parts
+    assert (first, second, pair.third) == (FIRST, pair.second, third[0] if third else None)
+    assert second.input_shape == FIRST.output_shape
+    assert second.is_pointwise
+    assert pair.output_shape == second.output_shape == (32, 56, 56, 256)
+    assert second.shortcut_channels == more.get("shortcut_channels", 0)
+    assert second.shortcut_stride == more.get("shortcut_stride", 1)
+    assert [part.output_shape for part in third] == [(32, 56, 56, 128)] * ("following" in more)
+    assert [part.input_shape for part in third] == [pair.output_shape] * ("following" in more)
+    assert (pair.N, pair.precision) == (32, "fp16")
+    assert pair.flops == sum(part.flops for part in pair.parts)
+    pixels = 32 * 56 * 56
+    not_moved = 2 * pixels * 64 + pixels * 256 * ("following" in more)
+    assert pair.bytes == sum(part.bytes for part in pair.parts) - 2 * not_moved
+    assert str(pair) == f"32×56×56×64 → 64, 3×3, pad 1×1; → 256, 1×1{text}, fp16"
+    assert str(replace(pair, first=replace(FIRST, precision="fp32"))) == str(pair).removesuffix(", fp16")
+    assert pair.without_following() == replace(pair, following=0)
+    assert PAIR.without_following() == PAIR
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"K": 0}, "conv2d: K must be at least 1, got 0"),
+        ({"shortcut_stride": 2}, "conv2d: there is no shortcut to have a stride of 2"),
+        ({"shortcut_channels": -1}, "conv2d: shortcut_channels must not be negative, got -1"),
+        ({"following": -1}, "conv2d_back_to_back: following must not be negative, got -1"),
+    ],
+)
+def test_sizes_that_no_pair_can_have(sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        replace(PAIR, **sizes)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -50,9 +98,9 @@ def test_the_second_convolution_is_pointwise_on_what_the_first_computes() -> Non
 @pytest.mark.parametrize("K", [128, 256, 2048])
 def test_it_solves_bottlenecks(precision: str, changes: dict[str, int], K: int) -> None:
     first = replace(PLAIN, precision=precision, **changes)
-    second = back_to_back_problem(first, K)
-    assert supports_back_to_back(first, second, H100) == (True, "")
-    candidates = back_to_back_candidates(first, second, H100)
+    pair = Conv2dPair(first, K)
+    assert supports_back_to_back(pair, H100) == (True, "")
+    candidates = back_to_back_candidates(pair, H100)
     assert [(c.precision, c.mid_channels, c.tile_m) for c in candidates] == [(precision, first.K, m) for m in (128, 64)]
 
 
@@ -69,25 +117,21 @@ def test_it_solves_bottlenecks(precision: str, changes: dict[str, int], K: int) 
     ],
 )  # fmt: skip
 def test_what_it_does_not_solve(changes: dict[str, Any], K: int, why_not: str) -> None:
-    first = replace(PLAIN, **changes)
-    second = back_to_back_problem(first, K)
-    assert supports_back_to_back(first, second, H100) == (False, why_not)
-    assert not back_to_back_candidates(first, second, H100)
+    pair = Conv2dPair(replace(PLAIN, **changes), K)
+    assert supports_back_to_back(pair, H100) == (False, why_not)
+    assert not back_to_back_candidates(pair, H100)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"R": 3, "pad_h": 1}, {"stride_w": 2}, {"H": 13}, {"C": 128}, {"precision": "bf16"}]
-)
-def test_the_second_must_be_pointwise_behind_the_first(changes: dict[str, Any]) -> None:
-    second = replace(back_to_back_problem(PLAIN, 256), **changes)
-    supported, why_not = supports_back_to_back(PLAIN, second, H100)
-    assert not supported
-    assert why_not == "needs a second convolution of 1×1, stride 1, padding 0, groups 1 behind the first"
+@pytest.mark.parametrize("more", [{"shortcut_channels": 64}, {"following": 64}])
+def test_it_has_no_form_for_more_than_two_with_a_residual(more: dict[str, int]) -> None:
+    pair = Conv2dPair(PLAIN, 256, **more)
+    assert supports_back_to_back(pair, H100) == (False, "has no form for a shortcut or for one that follows")
+    assert not back_to_back_candidates(pair, H100)
 
 
 def test_it_needs_compute_capability_9_0() -> None:
     device = replace(H100, name="A100", compute_capability=(8, 0))
-    supported, why_not = supports_back_to_back(PLAIN, back_to_back_problem(PLAIN, 256), device)
+    supported, why_not = supports_back_to_back(Conv2dPair(PLAIN, 256), device)
     assert (supported, why_not) == (False, "needs compute capability 9.0, A100 has 8.0")
 
 
@@ -211,8 +255,9 @@ def test_the_launch(
     launches: list[tuple[Any, ...]], config: BackToBackConfig, biases: tuple[Any, Any], relus: tuple[bool, bool]
 ) -> None:
     first = replace(PLAIN, C=128, K=config.mid_channels, S=2, stride_h=2, precision=config.precision)
-    second = back_to_back_problem(first, 384)
-    launch_back_to_back(first, second, named_operands(biases, relus), config)
+    pair = Conv2dPair(first, 384)
+    second = pair.second
+    launch_back_to_back(pair, named_operands(biases, relus), config)
     ((kernel, _, block, arguments, options),) = launches
     assert kernel == (NAME, config.defines())
     assert block == (config.threads,)
@@ -241,9 +286,8 @@ def test_a_block_per_tile_or_per_multiprocessor(
     multiprocessors: int,
 ) -> None:
     gpus.current = gpu
-    first = replace(PLAIN, **changes)
-    second = back_to_back_problem(first, 256)
-    for config in back_to_back_candidates(first, second, H100):
-        launch_back_to_back(first, second, named_operands(("a", "b"), (True, True)), config)
+    pair = Conv2dPair(replace(PLAIN, **changes), 256)
+    for config in back_to_back_candidates(pair, H100):
+        launch_back_to_back(pair, named_operands(("a", "b"), (True, True)), config)
     grids = tuple(grid[0] for _, grid, *_ in launches)
     assert grids == (tiles or (multiprocessors,) * 2)

@@ -12,8 +12,8 @@ from back_to_back_host import host_source, run
 from helpers import ConvCase, torch_conv2d
 from wgmma_host import build
 
-from cupy_resnet.conv2d import Conv2dProblem
-from cupy_resnet.conv2d.back_to_back import back_to_back_problem, configurations
+from cupy_resnet.conv2d import Conv2dPair, Conv2dProblem
+from cupy_resnet.conv2d.back_to_back import configurations
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -86,7 +86,7 @@ def convolution(
 
 def is_right(program: Path, first: Conv2dProblem, K: int, seed: int) -> bool:
     draw = random.Random(seed)
-    second = back_to_back_problem(first, K)
+    second = Conv2dPair(first, K).second
     arrays = drawn(first, second, seed)
     biases, in_place = draw.random() < 0.7, draw.random() < 0.5
     relus = draw.choice([(True, True), (True, True), (False, True), (True, False)])

@@ -22,11 +22,10 @@ import numpy as np
 
 import cupy_resnet
 from cupy_resnet import jit, networks
-from cupy_resnet.conv2d import PRECISIONS, VARIANTS, Conv2dProblem
+from cupy_resnet.conv2d import PRECISIONS, VARIANTS, Conv2dPair, Conv2dProblem
 from cupy_resnet.conv2d.back_to_back import (
     BackToBackOperands,
     back_to_back_candidates,
-    back_to_back_problem,
     launch_back_to_back,
 )
 from cupy_resnet.conv2d.stem import pooled_shape
@@ -151,15 +150,16 @@ def launch_back_to_backs() -> None:
     for precision in ("fp16", "bf16"):
         for K in (64, 128, 256):
             first = replace(WIDE, K=K, N=3, precision=precision)
-            second = back_to_back_problem(first, 128)
+            pair = Conv2dPair(first, 128)
+            second = pair.second
             storage = first.arithmetic.storage
             x, residual = numbers(first.input_shape, storage), numbers(second.output_shape, storage)
             filters = Filter(numbers(first.filter_shape, storage)), Filter(numbers(second.filter_shape, storage))
             biases = numbers((K,), np.float32), numbers((128,), np.float32)
-            for config in back_to_back_candidates(first, second, device):
+            for config in back_to_back_candidates(pair, device):
                 for y in (cupy.empty(second.output_shape, storage), residual):
                     operands = BackToBackOperands(x, filters, biases, residual, y, (True, True))
-                    launch_back_to_back(first, second, operands, config)
+                    launch_back_to_back(pair, operands, config)
 
 
 def launch_stems() -> None:

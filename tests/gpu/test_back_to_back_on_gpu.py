@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from cupy_resnet import jit
-from cupy_resnet.conv2d import VARIANTS, Conv2dProblem
+from cupy_resnet.conv2d import VARIANTS, Conv2dPair, Conv2dProblem
 from cupy_resnet.conv2d.back_to_back import (
     BackToBackConfig,
     BackToBackOperands,
     back_to_back_candidates,
-    back_to_back_problem,
     launch_back_to_back,
     supports_back_to_back,
 )
@@ -52,8 +51,9 @@ class Case:
     def __init__(self, first: Conv2dProblem, K: int) -> None:
         import cupy
 
-        self.first, self.second = first, back_to_back_problem(first, K)
-        supported, why_not = supports_back_to_back(self.first, self.second, describe_device(0))
+        self.pair = Conv2dPair(first, K)
+        self.first, self.second = self.pair.parts
+        supported, why_not = supports_back_to_back(self.pair, describe_device(0))
         if not supported:
             pytest.skip(why_not)
         random = np.random.default_rng(0)
@@ -88,11 +88,11 @@ class Case:
         return BackToBackOperands(self.x, self.filters, given, y if in_place else self.residual, y, relus)
 
     def configs(self) -> list[BackToBackConfig]:
-        return list(back_to_back_candidates(self.first, self.second, describe_device(0)))
+        return list(back_to_back_candidates(self.pair, describe_device(0)))
 
     def launch(self, config: BackToBackConfig, **options: Any) -> Any:
         operands = self.operands(**options)
-        launch_back_to_back(self.first, self.second, operands, config)
+        launch_back_to_back(self.pair, operands, config)
         return operands.y
 
 
@@ -182,14 +182,14 @@ def test_in_a_graph_behind_itself(K: int) -> None:
         expected = case.operands(in_place=True)
         launches = 3
         for _ in range(launches):
-            launch_back_to_back(case.first, case.second, expected, config)
+            launch_back_to_back(case.pair, expected, config)
         stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.Device().synchronize()
         with stream:
             stream.begin_capture()
             with jit.overlapping():
                 for _ in range(launches):
-                    launch_back_to_back(case.first, case.second, operands, config)
+                    launch_back_to_back(case.pair, operands, config)
             graph = stream.end_capture()
         for _ in range(3):
             operands.y[...] = case.residual
