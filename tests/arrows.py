@@ -38,7 +38,7 @@ ARROWS = {
     "progress": {"jit"},
     "prediction": set(),
     "explanation": {
-        *("binding", "conv2d", "engines.cuda_engine", "engines.shape_engine", "networks"),
+        *("binding", "conv2d", "engines.base", "engines.cuda_engine", "engines.shape_engine", "networks"),
     },
     "arrays": {"cuda_errors", "engines.base"},
     "gpu_arrays": set(),
@@ -65,7 +65,7 @@ ARROWS = {
     "proof.tiles": {"conv2d"},
     "proof.plot_style": {"weights_store.writing"},
     "proof.profiling.measuring": {"engines.base", "explanation", "model", "networks"},
-    "proof.profiling.timed_ops": {"engines.base"},
+    "proof.profiling.timed_ops": {"engines.base", "engines.checks"},
     "proof.profiling.trace": {"weights_store.writing"},
     "proof.machine": {"engines.cuda_engine"},
     "proof.verification": {
@@ -74,6 +74,7 @@ ARROWS = {
     },
     "proof.verification.metrics": set(),
     "engines": set(),
+    "engines.base": set(),
     "engines.checks": {"conv2d.problem"},
     "engines.linear_problem": {"conv2d.problem"},
     "engines.numpy_windows": {"conv2d.problem"},
@@ -102,8 +103,8 @@ ARROWS = {
     "conv2d.shortcut_choice": {"errors"},
     "conv2d.tuned": {"environment", "jit"},
     "tuning": {
-        *("binding", "conv2d", "engines.cuda_engine", "engines.shape_engine", "errors", "jit", "networks"),
-        "weights_store.writing",
+        *("binding", "conv2d", "engines.base", "engines.cuda_engine", "engines.shape_engine", "errors", "jit"),
+        *("networks", "weights_store.writing"),
     },
     "jit": {"environment", "errors", "resources"},
 }
@@ -112,6 +113,7 @@ innermost listed room's arrows. An arrow to a room allows its modules too."""
 
 TYPE_ARROWS = {
     "": {"loading", "model", "networks", "predicting", "prediction"},
+    "engines.base": {"conv2d.problem"},
     "loading": {"engines.cuda_engine"},
     "model": {"tuning"},
     "networks": {"engines.base"},

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from back_to_back_support import LEVELS, PLAIN, fused_pair, geometry_of
 from helpers import normal
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,8 @@ from hypothesis import strategies as st
 from cupy_resnet.arena import ALIGNMENT, Arena, Lifetime, foresee, lay_out
 from cupy_resnet.binding import bind
 from cupy_resnet.conv2d import PRECISIONS
+from cupy_resnet.engines import checks
+from cupy_resnet.engines.base import NONE_FUSED, Fusions
 from cupy_resnet.engines.numpy_engine import NumpyEngine
 from cupy_resnet.networks import describe, random_state_dict
 from cupy_resnet.networks.network import Network
@@ -73,8 +76,9 @@ def test_networks_get_no_more_than_they_ever_need_at_once(name: str, fuse: bool)
     network = describe(name).map_layers(_folded) if fuse else describe(name)
     size = network.default_size
     for shape in ((1, size, size, 3), (64, size, size, 3), (2, 3 * size // 2 + 1, size, 3)):
-        _, lifetimes = foresee(network, shape, "fp16")
-        assert used(lifetimes) == most_needed(lifetimes)
+        for level in ("nothing", "some", "all"):
+            _, lifetimes = foresee(network, shape, "fp16", LEVELS[level])
+            assert used(lifetimes) == most_needed(lifetimes)
 
 
 def _folded(layer: Any) -> Any:
@@ -82,15 +86,25 @@ def _folded(layer: Any) -> Any:
     return replace(layer, batch_norm=None) if hasattr(layer, "batch_norm") else layer
 
 
+TAKEN = {
+    # The first bottleneck of the second stage: its input, conv1's output, a shortcut or output of just the same size;
+    # where they are apart, conv2's output, and where the next block is begun, what it begins with, of the same size.
+    "resnet50": dict.fromkeys(LEVELS, 56 * 56 * (256 + 128) + 28 * 28 * (512 + 128))
+    | {"pairs with shortcuts": 56 * 56 * (256 + 128) + 28 * 28 * 512},
+    # The first stage's map, and conv1's output.
+    "resnet18": dict.fromkeys(LEVELS, 56 * 56 * (64 + 64)),
+}
+"""Values per image that are needed at the same time."""
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_what_the_large_batches_of_the_benchmark_take(precision: str) -> None:
-    """ResNet-50: the first bottleneck of its second stage, with input, conv2's output, and that of conv1 or a shortcut
-    of the same size. ResNet-18: the first stage's map, and conv1's output.
-    """
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_the_large_batches_of_the_benchmark_take(name: str, precision: str) -> None:
     width = PRECISIONS[precision].storage.itemsize
-    for name, pixels in (("resnet50", 56 * 56 * (256 + 128) + 28 * 28 * 128), ("resnet18", 56 * 56 * (64 + 64))):
-        _, lifetimes = foresee(describe(name).map_layers(_folded), (64, 224, 224, 3), precision)
-        assert used(lifetimes) == 64 * pixels * width
+    network = describe(name).map_layers(_folded)
+    for level, values in TAKEN[name].items():
+        _, lifetimes = foresee(network, (64, 224, 224, 3), precision, LEVELS[level])
+        assert used(lifetimes) == 64 * values * width, level
 
 
 def test_the_input_is_needed_by_the_first_block_only() -> None:
@@ -167,11 +181,16 @@ class Gpu:
 
 
 class Engine(NumpyEngine):
-    """Computes with NumPy, but every result lies where the current allocator says."""
+    """Computes with NumPy, but every result lies where the current allocator says; in one what `fused` says is."""
+
+    fused = NONE_FUSED
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()
         self.gpu = gpu
+
+    def fusions(self) -> Fusions:
+        return self.fused
 
     def placed(self, y: np.ndarray, out: Any = None) -> Any:
         out = self.gpu.array(y.shape, y.dtype) if out is None else out
@@ -179,8 +198,20 @@ class Engine(NumpyEngine):
         return out
 
     def conv2d(self, x: Any, weight: Any, bias: Any = None, **options: Any) -> Any:
-        y = super().conv2d(np.array(x), weight, bias, **options)
+        problem = checks.conv2d(x, weight, bias, **geometry_of(options))
+        if problem.shortcut_channels and not self.fused.shortcut(problem):
+            return super().conv2d(x, weight, bias, **options)
+        y = PLAIN.conv2d(np.array(x), weight, bias, **options)
         return self.placed(y, options["residual"] if options.get("overwrite_residual") else None)
+
+    def conv2d_back_to_back(self, x: Any, weights: Any, biases: Any = (None, None), **options: Any) -> Any:
+        pair = fused_pair(self.fused, x, weights, biases, **options)
+        if pair is None:
+            return super().conv2d_back_to_back(x, weights, biases, **options)
+        y, _ = PLAIN.conv2d_back_to_back(np.array(x), weights, biases, **options)
+        z = PLAIN.conv2d(y, *options["following"], relu=True) if pair.following else None
+        y = self.placed(y, options["residual"] if options.get("overwrite_residual") else None)
+        return y, None if z is None else self.placed(z)
 
     def stem(self, *arguments: Any, out: Any = None, **options: Any) -> Any:
         return self.placed(PLAIN.stem(*arguments, **options), out)
@@ -208,7 +239,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 SIZE = 32
-PLAIN = NumpyEngine()
 
 
 def checked(network: Network, engine: Engine) -> Arena:
@@ -245,23 +275,15 @@ def test_passes_run_in_one_piece_of_memory(gpu: Gpu, name: str, fuse: bool) -> N
     assert arena.largest == max(array.nbytes for array in lifetimes)
 
 
-class Fusing(Engine):
-    """Computes a bottleneck's last two convolutions in one; what is between them lies nowhere."""
-
-    def fuses_back_to_back(self, x_shape: Any, *arguments: Any, **geometry: Any) -> bool:
-        return x_shape[3] != 128  # not everywhere
-
-    def conv2d_back_to_back(self, x: Any, *arguments: Any, **options: Any) -> Any:
-        y = PLAIN.conv2d_back_to_back(np.array(x), *arguments, **options)
-        return self.placed(y, options["residual"] if options.get("overwrite_residual") else None)
-
-
-def test_two_convolutions_in_one_are_foreseen(gpu: Gpu) -> None:
-    network, engine = bound("resnet50"), Fusing(gpu)
-    checked(network, engine)
-    _, lifetimes = foresee(network, (2, SIZE, SIZE, 3), "fp32", engine.fuses_back_to_back)
-    assert len(lifetimes) < len(foresee(network, (2, SIZE, SIZE, 3), "fp32")[1])
-    assert gpu.elsewhere == [most_needed(lifetimes)]
+@pytest.mark.parametrize(("name", "levels"), [("resnet18", ("all",)), ("resnet50", ("shortcuts", "some", "all"))])
+def test_what_is_done_in_one_is_foreseen(gpu: Gpu, name: str, levels: tuple[str, ...]) -> None:
+    network, engine = bound(name), Engine(gpu)
+    for level in levels:
+        engine.fused = LEVELS[level]
+        gpu.elsewhere.clear()
+        checked(network, engine)
+        _, lifetimes = foresee(network, (2, SIZE, SIZE, 3), "fp32", engine.fused)
+        assert gpu.elsewhere == [most_needed(lifetimes)], level
 
 
 class WithWorkspaces(Engine):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from back_to_back_support import FIRST, PAIR
 from wgmma_support import STATIC_SHARED, Gpus, assert_constants, collected_launches, parameters, two_gpus
 
 from cupy_resnet.conv2d import H100, Conv2dPair, Conv2dProblem, back_to_back, tensor_maps
@@ -14,7 +15,6 @@ from cupy_resnet.conv2d.back_to_back import (
     BackToBackConfig,
     BackToBackOperands,
     back_to_back_candidates,
-    back_to_back_problem,
     configurations,
     launch_back_to_back,
     supports_back_to_back,
@@ -26,21 +26,69 @@ from cupy_resnet.jit.sources import find_kernel, load_program
 from cupy_resnet.kernels import configurations as forms_of
 
 NAME = back_to_back.name
-CONFIGS = [config for config in configurations() if not config.next_channels]  # the others: test_back_to_back_next
+CONFIGS = configurations()
 PLAIN = Conv2dProblem(N=2, H=14, W=14, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, precision="fp16")
 
 CHANNELS = "needs 64, 128 or 256 channels between the two and a multiple of 128 behind them"
 
-# What it solves ---------------------------------------------------------------------------------------------------
+# The pair, and what it solves ---------------------------------------------------------------------------------------
 
 
 def test_the_second_convolution_is_pointwise_on_what_the_first_computes() -> None:
     first = replace(PLAIN, H=15, W=9, stride_h=2, stride_w=1)
-    second = back_to_back_problem(first, 256)
+    second = Conv2dPair(first, 256).second
     assert second.input_shape == first.output_shape
     assert second.output_shape == (2, 8, 9, 256)
     assert second.is_pointwise
     assert second.precision == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({}, ""),
+        ({"shortcut_channels": 64}, ", plus 1×1 of 64 channels"),
+        ({"following": 128}, "; → 128, 1×1"),
+        (
+            {"shortcut_channels": 64, "shortcut_stride": 2, "following": 128},
+            ", plus 1×1 of 64 channels, stride 2; → 128, 1×1",
+        ),
+    ],
+)
+def test_the_pair_describes_all(more: dict[str, int], text: str) -> None:
+    pair = replace(PAIR, **more)
+    first, second, *third = pair.parts
+    assert (first, second, pair.third) == (FIRST, pair.second, third[0] if third else None)
+    assert second.input_shape == FIRST.output_shape
+    assert second.is_pointwise
+    assert pair.output_shape == second.output_shape == (32, 56, 56, 256)
+    assert second.shortcut_channels == more.get("shortcut_channels", 0)
+    assert second.shortcut_stride == more.get("shortcut_stride", 1)
+    assert [part.output_shape for part in third] == [(32, 56, 56, 128)] * ("following" in more)
+    assert [part.input_shape for part in third] == [pair.output_shape] * ("following" in more)
+    assert (pair.N, pair.precision) == (32, "fp16")
+    assert pair.flops == sum(part.flops for part in pair.parts)
+    pixels = 32 * 56 * 56
+    not_moved = 2 * pixels * 64 + pixels * 256 * ("following" in more)
+    assert pair.bytes == sum(part.bytes for part in pair.parts) - 2 * not_moved
+    assert str(pair) == f"32×56×56×64 → 64, 3×3, pad 1×1; → 256, 1×1{text}, fp16"
+    assert str(replace(pair, first=replace(FIRST, precision="fp32"))) == str(pair).removesuffix(", fp16")
+    assert pair.without_following() == replace(pair, following=0)
+    assert PAIR.without_following() == PAIR
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"K": 0}, "conv2d: K must be at least 1, got 0"),
+        ({"shortcut_stride": 2}, "conv2d: there is no shortcut to have a stride of 2"),
+        ({"shortcut_channels": -1}, "conv2d: shortcut_channels must not be negative, got -1"),
+        ({"following": -1}, "conv2d_back_to_back: following must not be negative, got -1"),
+    ],
+)
+def test_sizes_that_no_pair_can_have(sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        replace(PAIR, **sizes)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -50,8 +98,9 @@ def test_the_second_convolution_is_pointwise_on_what_the_first_computes() -> Non
 @pytest.mark.parametrize("K", [128, 256, 2048])
 def test_it_solves_bottlenecks(precision: str, changes: dict[str, int], K: int) -> None:
     first = replace(PLAIN, precision=precision, **changes)
-    assert supports_back_to_back(Conv2dPair(first, K), H100) == (True, "")
-    candidates = back_to_back_candidates(Conv2dPair(first, K), H100)
+    pair = Conv2dPair(first, K)
+    assert supports_back_to_back(pair, H100) == (True, "")
+    candidates = back_to_back_candidates(pair, H100)
     assert [(c.precision, c.mid_channels, c.tile_m) for c in candidates] == [(precision, first.K, m) for m in (128, 64)]
 
 
@@ -68,9 +117,15 @@ def test_it_solves_bottlenecks(precision: str, changes: dict[str, int], K: int) 
     ],
 )  # fmt: skip
 def test_what_it_does_not_solve(changes: dict[str, Any], K: int, why_not: str) -> None:
-    first = replace(PLAIN, **changes)
-    assert supports_back_to_back(Conv2dPair(first, K), H100) == (False, why_not)
-    assert not back_to_back_candidates(Conv2dPair(first, K), H100)
+    pair = Conv2dPair(replace(PLAIN, **changes), K)
+    assert supports_back_to_back(pair, H100) == (False, why_not)
+    assert not back_to_back_candidates(pair, H100)
+
+
+def test_it_adds_no_shortcut() -> None:
+    pair = Conv2dPair(PLAIN, 256, shortcut_channels=64)
+    assert supports_back_to_back(pair, H100) == (False, "adds a residual, not a shortcut")
+    assert not back_to_back_candidates(pair, H100)
 
 
 def test_it_needs_compute_capability_9_0() -> None:
@@ -84,8 +139,8 @@ def test_it_needs_compute_capability_9_0() -> None:
 
 def test_it_is_compiled_in_every_form_for_nothing_but_sm_90a() -> None:
     (kernel,) = [kernel for kernel in list_kernels() if kernel.name == NAME]
-    assert forms_of(NAME) == [config.defines() for config in configurations()]
-    assert len(set(configurations())) == len(configurations())
+    assert forms_of(NAME) == [config.defines() for config in CONFIGS]
+    assert len(set(CONFIGS)) == len(CONFIGS)
     for defines in ({}, *forms_of(NAME)):
         assert kernel.min_arch_of(defines) == "sm_90a"
 
@@ -161,8 +216,8 @@ def test_a_block_has_the_registers_that_its_warpgroups_share(
 
 # The launch ---------------------------------------------------------------------------------------------------------
 
-MAPS = ["pixels", "first_filters", "second_filters", "residuals", "outputs", "next_filters", "next_outputs"]
-PARAMETERS = [*MAPS, "first_bias", "second_bias", "next_bias", "first", "second", "next_relu"]
+MAPS = ["pixels", "first_filters", "second_filters", "residuals", "outputs"]
+PARAMETERS = [*MAPS, "first_bias", "second_bias", "first", "second"]
 
 
 def test_the_kernel_takes_its_parameters_in_the_launches_order() -> None:
@@ -199,8 +254,9 @@ def test_the_launch(
     launches: list[tuple[Any, ...]], config: BackToBackConfig, biases: tuple[Any, Any], relus: tuple[bool, bool]
 ) -> None:
     first = replace(PLAIN, C=128, K=config.mid_channels, S=2, stride_h=2, precision=config.precision)
-    second = back_to_back_problem(first, 384)
-    launch_back_to_back(Conv2dPair(first, 384), named_operands(biases, relus), config)
+    pair = Conv2dPair(first, 384)
+    second = pair.second
+    launch_back_to_back(pair, named_operands(biases, relus), config)
     ((kernel, _, block, arguments, options),) = launches
     assert kernel == (NAME, config.defines())
     assert block == (config.threads,)
@@ -212,8 +268,6 @@ def test_the_launch(
     assert given["residuals"] == ("matrix_map", second, "residual", 384, config.tile_m)
     assert given["outputs"] == ("matrix_map", second, "y", 384, 64)
     assert (given["first_bias"], given["second_bias"]) == tuple(NULL if bias is None else bias for bias in biases)
-    assert given["next_filters"] is given["next_outputs"] is tensor_maps.NONE
-    assert (given["next_bias"], given["next_relu"]) == (NULL, 0)
     assert given["first"] is conv2d_params(first, relus[0])
     assert given["second"] is conv2d_params(second, relus[1])
 
@@ -231,8 +285,7 @@ def test_a_block_per_tile_or_per_multiprocessor(
     multiprocessors: int,
 ) -> None:
     gpus.current = gpu
-    first = replace(PLAIN, **changes)
-    pair = Conv2dPair(first, 256)
+    pair = Conv2dPair(replace(PLAIN, **changes), 256)
     for config in back_to_back_candidates(pair, H100):
         launch_back_to_back(pair, named_operands(("a", "b"), (True, True)), config)
     grids = tuple(grid[0] for _, grid, *_ in launches)

@@ -180,8 +180,19 @@ def test_stages_of_resnet18_kernel_by_kernel():
     assert standard == {"conv2d": 20, "batch_norm2d": 20, "add": 8, "relu": 17} | pools
     assert add_relu == {"conv2d": 20, "batch_norm2d": 20, "add_relu": 8, "relu": 9} | pools
     assert conv_bn_relu == {"conv2d": 11, "batch_norm2d": 11, "conv2d+bias+relu": 9, "add_relu": 8} | pools
-    assert conv_bn == {"conv2d+bias": 11, "conv2d+bias+relu": 9, "add_relu": 8} | pools
-    assert everything == {"conv2d+bias": 3, "conv2d+bias+relu": 9, "conv2d+bias+residual+relu": 8} | pools
+    # A shortcut's bias is in that of the convolution that it is added to.
+    assert conv_bn == {"conv2d": 3, "conv2d+bias": 8, "conv2d+bias+relu": 9, "add_relu": 8} | pools
+    assert everything == {"conv2d": 3, "conv2d+bias+relu": 9, "conv2d+bias+residual+relu": 8} | pools
+
+
+def test_stages_of_resnet50_kernel_by_kernel():
+    # 53 convolutions: the stem, three in each of 16 blocks, 4 shortcuts
+    pools = {"max_pool2d": 1, "global_avg_pool2d": 1, "linear": 1}
+    standard, _, conv_bn_relu, conv_bn, everything = (operations("resnet50", stage) for stage in STAGES)
+    assert standard == {"conv2d": 53, "batch_norm2d": 53, "add": 16, "relu": 49} | pools
+    assert conv_bn_relu == {"conv2d": 20, "batch_norm2d": 20, "conv2d+bias+relu": 33, "add_relu": 16} | pools
+    assert conv_bn == {"conv2d": 4, "conv2d+bias": 16, "conv2d+bias+relu": 33, "add_relu": 16} | pools
+    assert everything == {"conv2d": 4, "conv2d+bias+relu": 33, "conv2d+bias+residual+relu": 16} | pools
 
 
 def test_first_and_last_stage_are_those_of_load():

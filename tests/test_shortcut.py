@@ -26,6 +26,7 @@ from cupy_resnet.conv2d import (
 from cupy_resnet.conv2d.configs import WgmmaConfig
 from cupy_resnet.conv2d.heuristics import automatic
 from cupy_resnet.conv2d.variants import Filter, Operands, Shortcut
+from cupy_resnet.engines.base import Fusions
 from cupy_resnet.engines.cuda import convolution
 from cupy_resnet.engines.cuda.convolution import Convolutions
 from cupy_resnet.engines.numpy_engine import NumpyEngine
@@ -162,16 +163,30 @@ def test_what_does_not_fit_is_named(ops: Any, given: dict[str, Any], message: st
 WEIGHT_OF = {"numpy": WEIGHT, "shapes": ShapeArray(WEIGHT.shape)}
 
 
-def test_shapes_record_one_operation() -> None:
-    ops = ShapeEngine("fp16")
-    x, x0 = (ShapeArray(shape, dtype=np.dtype(np.float16)) for shape in (BLOCK.input_shape, BLOCK.shortcut_shape))
-    weight, bias, weight0 = ShapeArray(BLOCK.filter_shape, "conv2"), ShapeArray((256,)), ShapeArray((256, 1, 1, 128))
-    y = ops.conv2d(x, weight, bias, padding=1, shortcut=(x0, weight0, 2), relu=True)
-    (record,) = ops.records
-    assert y.shape == record.output_shape == BLOCK.output_shape
-    assert (record.op, record.layer, record.problem) == ("conv2d", "conv2", BLOCK)
+def test_shapes_record_one_operation_or_two() -> None:
+    asked: list[Conv2dProblem] = []
+    fusing = Fusions(shortcut=lambda problem: not asked.append(problem))  # type: ignore[func-returns-value]
+    whole, parts = ShapeEngine("fp16", fusions=fusing), ShapeEngine("fp16")
+    for ops in (whole, parts):
+        x, x0 = (ShapeArray(shape, dtype=np.dtype(np.float16)) for shape in (BLOCK.input_shape, BLOCK.shortcut_shape))
+        weight, bias, weight0 = (
+            ShapeArray(BLOCK.filter_shape, "conv2"),
+            ShapeArray((256,)),
+            ShapeArray((256, 1, 1, 128), "downsample.0"),
+        )
+        y = ops.conv2d(x, weight, bias, padding=1, shortcut=(x0, weight0, 2), relu=True)
+        assert (y.shape, y.dtype) == (BLOCK.output_shape, np.float16)
+    (record,) = whole.records
+    assert asked == [BLOCK]
+    assert record.output_shape == BLOCK.output_shape
+    assert (record.op, record.layer, record.problem) == ("conv2d", "conv2 + downsample.0", BLOCK)
     assert record.epilogue == ("bias", "shortcut", "relu")
     assert record.nbytes == BLOCK.bytes + bias.nbytes
+    first, second = parts.records
+    assert (first.layer, first.problem, first.epilogue) == ("downsample.0", BLOCK.shortcut_alone(), ())
+    assert (second.layer, second.problem) == ("conv2", BLOCK.without_shortcut())
+    assert second.epilogue == ("bias", "residual", "relu")
+    assert record.flops == first.flops + second.flops
 
 
 class OnGpu:

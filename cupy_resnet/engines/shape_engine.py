@@ -86,12 +86,7 @@ class ShapeEngine:
 
     name = "shapes"
 
-    def __init__(
-        self,
-        precision: str = "fp32",
-        *,
-        fusions: Fusions = NONE_FUSED,
-    ) -> None:
+    def __init__(self, precision: str = "fp32", *, fusions: Fusions = NONE_FUSED) -> None:
         self.precision = precision
         self.arithmetic = PRECISIONS[precision]
         self._fusions = fusions
@@ -225,9 +220,9 @@ class ShapeEngine:
         given = {"bias": biases[1], **added}
         epilogue = [name for name, array in given.items() if array is not None] + ["relu"] * relu
         layers, vectors = [weight.layer for weight in weights], [*biases, residual]
-        # Each convolution's bias and ReLU, and the residual.
+        # Each convolution's bias and ReLU, and what is added: as many as of the parts.
         flops = pair.flops + (1 + (biases[0] is not None)) * _size(pair.first.output_shape)
-        flops += (len(epilogue) - (shortcut is not None)) * _size(pair.output_shape)
+        flops += len(epilogue) * _size(pair.output_shape)
         z = None
         if shortcut is not None:
             layers.append(shortcut[1].layer)

@@ -168,7 +168,7 @@ def end_of_block(
     """
     if downsample is None:
         return conv_bn(ops, y, last, residual=x, relu=True, overwrite_residual=overwrite)
-    if last.batch_norm is not None or downsample.batch_norm is not None:
+    if not _joint(last, downsample):
         # Only now: a shortcut is large, and the first convolution's input may not be needed any more.
         identity = conv_bn(ops, x, downsample)
         return conv_bn(ops, y, last, residual=identity, relu=True, overwrite_residual=True)
@@ -207,8 +207,8 @@ def end_of_bottleneck(
     Returns:
         The block's output, and that of `following` if it was computed along, else None.
     """
-    convolutions = [conv for conv in (middle, last, downsample, following) if conv is not None]
-    if any(conv.batch_norm is not None for conv in convolutions):
+    folded = all(conv is None or conv.batch_norm is None for conv in (middle, last, downsample, following))
+    if not folded or (downsample is not None and not _joint(last, downsample)):
         y = conv_bn(ops, y, middle, relu=True)
         return end_of_block(ops, y, last, x, downsample, overwrite=overwrite), None
     return ops.conv2d_back_to_back(
@@ -224,3 +224,8 @@ def end_of_bottleneck(
         overwrite_residual=overwrite,
         following=None if following is None else (following.weight, following.bias),
     )
+
+
+def _joint(last: Conv2d, downsample: Conv2d) -> bool:
+    """Whether the sum of both may be one operation: what is behind them is one bias, the first's."""
+    return last.batch_norm is None and downsample.batch_norm is None and downsample.bias is None

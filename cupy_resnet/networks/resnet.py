@@ -56,7 +56,6 @@ class Bottleneck(Block):
         following: Block | None = None,
     ) -> tuple["Array", "Array | None"]:
         y = conv_bn(ops, x, self.conv1, relu=True) if begun is None else begun
-        del begun  # or its memory could not be used again while the last convolution runs
         ahead = following.conv1 if isinstance(following, Bottleneck) else None
         return end_of_bottleneck(
             ops, y, self.conv2, self.conv3, x, self.downsample, overwrite=overwrite, following=ahead

@@ -1,4 +1,4 @@
-"""A bottleneck's last two convolutions in one kernel, in whole networks: the same logits, planned or not, and tuned."""
+"""The ends of blocks in one kernel, in whole networks: the same logits, planned or not, and tuned."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from back_to_back_support import FIRST, PAIR, always, never
+from back_to_back_support import FIRST, PAIR, always, everything, never, nothing
 from helpers import normal
 from tuning_support import fresh_tables
 
 import cupy_resnet
 from cupy_resnet import networks
+from cupy_resnet.arena import foresee, lay_out
 from cupy_resnet.conv2d import Conv2dPair, back_to_back
 from cupy_resnet.conv2d.back_to_back import supports_back_to_back
 from cupy_resnet.conv2d.back_to_back_choice import choose_back_to_back
@@ -26,7 +27,7 @@ from gpu.half import relative_error
 pytestmark = pytest.mark.gpu
 
 HALF = ("fp16", "bf16")
-APART = {"fp16": 1e-2, "bf16": 5e-2}
+APART = {"fp16": 1e-2, "bf16": 5e-2, "tf32": 1e-2}
 """By how much results of whole networks may differ, relative to their norm: sums are in another order."""
 
 ROUNDING = {"fp16": 1e-3, "bf16": 1e-2}
@@ -62,6 +63,11 @@ def results(x: Any, **options: Any) -> list[np.ndarray]:
         return [array.get() for arrays in passes for array in arrays]
 
 
+def joint_of(model: cupy_resnet.Model, N: int, size: int) -> list[str]:
+    """The layers that are computed together with a downsample."""
+    return [step.layer for step in model.explain((N, 3, size, size)) if "shortcut" in step.op]
+
+
 def pairs_of(model: cupy_resnet.Model, N: int, size: int) -> list[str]:
     return [step.layer for step in model.explain((N, 3, size, size)) if step.kernel == back_to_back.name]
 
@@ -80,6 +86,42 @@ def test_logits_are_those_of_two_kernels(
         for found, wanted in zip(results(x, precision=precision, plan=plan), expected, strict=True):
             assert np.isfinite(found).all()
             assert relative_error(found, wanted) < APART[precision]
+
+
+@pytest.mark.parametrize("plan", [True, False])
+@pytest.mark.parametrize("N", [1, 3, 33])
+@pytest.mark.parametrize("precision", [*HALF, "tf32"])
+@pytest.mark.parametrize(("name", "downsamples"), [("resnet18", 3), ("resnet50", 4)])
+def test_blocks_may_end_in_a_kernel_or_in_several(
+    name: str, downsamples: int, precision: str, N: int, plan: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = images(N, 224)
+    options = {"name": name, "precision": precision, "plan": plan}
+    nothing(monkeypatch)
+    expected = results(x, **options)
+    with load(**options) as model:
+        assert joint_of(model, N, 224) == pairs_of(model, N, 224) == []
+    everything(monkeypatch)
+    for found, wanted in zip(results(x, **options), expected, strict=True):
+        assert np.isfinite(found).all()
+        assert relative_error(found, wanted) < APART[precision]
+    with load(**options) as model:
+        assert len(joint_of(model, N, 224)) == downsamples
+        assert bool(pairs_of(model, N, 224)) is (name == "resnet50" and precision in HALF)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_a_plan_foresees_every_array(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = images(16, 224)
+    for choose in (nothing, everything):
+        choose(monkeypatch)
+        with load(name) as model:
+            model(x)
+            (plan,) = model._alive()._plans.values()
+            _, lifetimes = foresee(model.network, (16, 224, 224, 3), "fp16", model.ops.fusions())
+            arena = max(offset + array.nbytes for offset, array in zip(lay_out(lifetimes), lifetimes, strict=True))
+            assert arena <= plan.nbytes < 1.05 * arena + (8 << 20)
+            assert not plan._arena.occupied
 
 
 @pytest.mark.parametrize("precision", HALF)
@@ -116,44 +158,65 @@ def test_other_networks_of_bottlenecks(name: str, monkeypatch: pytest.MonkeyPatc
 
 def test_nothing_that_is_needed_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """With checkpoints every block's output stays; without, each lies in its shortcut's memory."""
-    always(monkeypatch)
+    everything(monkeypatch)
     x = images(2, 224)
     with load() as model:
         kept = model.checkpoints(x)
         np.testing.assert_array_equal(kept["logits"], model(x).get())
-        never(monkeypatch)
+        nothing(monkeypatch)
         expected = model.checkpoints(x)
     for name, value in kept.items():
         assert relative_error(value, expected[name]) < APART["fp16"], name
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("following", [False, True])
+@pytest.mark.parametrize("added", ["residual", "overwritten residual", "shortcut"])
 @pytest.mark.parametrize("precision", HALF)
-def test_the_operation_by_itself(precision: str, overwrite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operation_by_itself(precision: str, added: str, following: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against its parts, on maps that no tile divides."""
     ops = CudaEngine(precision=precision)
     filters = ops.filter(normal((64, 3, 3, 64), 1) / 24), ops.filter(normal((256, 1, 1, 64), 2) / 8)
     biases = ops.asarray(normal((64,), 3)), ops.asarray(normal((256,), 4))
+    filter0 = ops.filter(normal((256, 1, 1, 128), 6) / 11)
+    third = ops.filter(normal((64, 1, 1, 256), 7) / 16), ops.asarray(normal((64,), 8))
+    overwrite = added == "overwritten residual"
     for N, H, W, stride in ((1, 7, 9, 1), (3, 57, 55, 1), (2, 56, 56, 2)):
-        shape = N, -(-H // stride), -(-W // stride), 256
+        P, Q = -(-H // stride), -(-W // stride)
         found = []
-        for force in (always, never):
-            force(monkeypatch)
-            x, residual = (ops.pixels(ops.asarray(normal(s, 5))) for s in ((N, H, W, 64), shape))
+        for choose in (everything, nothing):
+            choose(monkeypatch)
+            x, residual, x0 = (
+                ops.pixels(ops.asarray(normal(shape, 5)))
+                for shape in ((N, H, W, 64), (N, P, Q, 256), (N, 2 * P - 1, 2 * Q, 128))
+            )
             given = residual.copy()
-            options = {"stride": stride, "padding": 1, "relu": True, "overwrite_residual": overwrite}
-            y = ops.conv2d_back_to_back(x, filters, biases, residual=residual, **options)
+            y, z = ops.conv2d_back_to_back(
+                x,
+                filters,
+                biases,
+                stride=stride,
+                padding=1,
+                relu=True,
+                residual=None if added == "shortcut" else residual,
+                shortcut=(x0, filter0, 2) if added == "shortcut" else None,
+                overwrite_residual=overwrite,
+                following=third if following else None,
+            )
             assert (y is residual) is overwrite
             assert overwrite or bool((residual == given).all())
+            assert z is None or following
+            if z is not None:
+                alone = ops.to_numpy(ops.conv2d(y, *third, relu=True))
+                assert relative_error(ops.to_numpy(z), alone) < ROUNDING[precision]
             found.append(ops.to_numpy(y))
         assert relative_error(*found) < ROUNDING[precision]
 
 
 def test_explain_and_profile_name_the_kernel_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    always(monkeypatch)
+    everything(monkeypatch)
     with load(plan=False) as model:
         pairs = pairs_of(model, 4, 224)
-        assert "layer1.0.conv2 + layer1.0.conv3" in pairs
+        assert any(layer.startswith("layer1.1.conv2 + layer1.1.conv3") for layer in pairs)
         launched: list[Any] = []
         launch = convolution.launch_back_to_back
 

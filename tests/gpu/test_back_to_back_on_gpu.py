@@ -52,7 +52,7 @@ class Case:
         import cupy
 
         self.pair = Conv2dPair(first, K)
-        self.first, self.second = first, self.pair.second
+        self.first, self.second = self.pair.parts
         supported, why_not = supports_back_to_back(self.pair, describe_device(0))
         if not supported:
             pytest.skip(why_not)

@@ -6,11 +6,12 @@ joins an addition with the ReLU behind it, or takes them out of a convolution th
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from ...binding import bind, bind_shapes
+from ...engines.base import Ops, back_to_back_by_parts, shortcut_by_parts
 from ...engines.shape_engine import OpRecord, ShapeArray, ShapeEngine
 from ...networks import Conv2d, Network
 from ...networks.network import Layer
@@ -45,13 +46,45 @@ class _Sum:
 
 
 class AddReluApart(AddReluFused):
-    """Takes residual and ReLU out of a convolution with a residual, into one kernel of their own."""
+    """Takes residual and ReLU out of a convolution with a residual, into one kernel of their own.
 
-    def conv2d(self, x: Any, *operands: Any, residual: Any = None, relu: bool = False, **geometry: Any) -> Any:
+    So every convolution is by itself: what is added may be another one's output.
+    """
+
+    def conv2d(
+        self,
+        x: Any,
+        weight: Any,
+        bias: Any = None,
+        *,
+        residual: Any = None,
+        shortcut: Any = None,
+        relu: bool = False,
+        overwrite_residual: bool = False,
+        **geometry: Any,
+    ) -> Any:
+        if shortcut is not None:
+            return shortcut_by_parts(cast(Ops, self), x, weight, bias, shortcut, relu=relu, **geometry)
         if residual is None:
-            return self._ops.conv2d(x, *operands, relu=relu, **geometry)
-        y = self._ops.conv2d(x, *operands, **geometry)
+            return self._ops.conv2d(x, weight, bias, relu=relu, **geometry)
+        y = self._ops.conv2d(x, weight, bias, **geometry)
         return self._ops.add_relu(y, residual) if relu else self._ops.add(y, residual)
+
+    def conv2d_back_to_back(
+        self,
+        x: Any,
+        weights: Any,
+        biases: Any = (None, None),
+        *,
+        residual: Any = None,
+        shortcut: Any = None,
+        relu: bool = False,
+        overwrite_residual: bool = False,
+        following: Any = None,
+        **geometry: Any,
+    ) -> tuple[Any, None]:
+        of_second = {"residual": residual, "shortcut": shortcut, "relu": relu}
+        return back_to_back_by_parts(cast(Ops, self), x, weights, biases, geometry, **of_second)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,9 @@ OPERATIONS = frozenset(
 ) - {"asarray", "upload", "to_numpy", "filter", "fusions"}  # fmt: skip
 """The names in `Ops` of what a forward pass is made of."""
 
+GEOMETRY = frozenset({"stride", "padding", "dilation", "groups"})
+"""The names of a convolution's options that say where its window goes."""
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -28,9 +31,6 @@ class Timing:
     op: str
     shape: tuple[int, ...]
     seconds: float
-
-
-GEOMETRY = {"stride", "padding", "dilation", "groups"}
 
 
 class TimedOps:
@@ -87,7 +87,8 @@ class TimedOps:
         if shortcut is not None:
             problem = checks.conv2d(x, _array(weight), bias, **self._described(options))
             if not self._ops.fusions().shortcut(problem):
-                others = {name: value for name, value in options.items() if name != "shortcut"}
+                # There is no residual beside a shortcut, or it would have been refused.
+                others = {name: options[name] for name in options.keys() & (GEOMETRY | {"relu"})}
                 return shortcut_by_parts(cast(Ops, self), x, weight, bias, shortcut, **others)
         return self._timed("conv2d", self._ops.conv2d, x, weight, bias, **options)
 
