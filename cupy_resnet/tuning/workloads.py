@@ -11,8 +11,8 @@ from ..conv2d.heuristics import automatic
 from ..conv2d.pieces import halves, steps
 from ..conv2d.problem import Problem
 from ..conv2d.stem import supports_stem
-from ..engines.cuda_engine import precision_obstacle, resolve_precision
 from ..engines.base import Fusions
+from ..engines.cuda_engine import precision_obstacle, resolve_precision
 from ..engines.shape_engine import OpRecord, ShapeArray, ShapeEngine
 from ..errors import EngineUnavailableError, UnsupportedProblemError
 from ..networks import Network

@@ -47,7 +47,7 @@ class Bottleneck:
 
         self.x, self.residual = integers(first.input_shape), integers(self.second.output_shape, 9)
         shares = (1.0, 8 / first.K, 16 / K)
-        self.problems = self.pair.parts
+        self.problems = (self.first, self.second, self.third)
         self.weights = [integers(p.filter_shape, 1, share) for p, share in zip(self.problems, shares, strict=True)]
         self.biases = [random.randint(-9, 10, p.K).astype(cupy.float32) for p in self.problems]
 

@@ -176,7 +176,8 @@ def test_a_broken_kernel_is_located(
 
 @pytest.mark.parametrize("kernel", VARIANTS)
 def test_a_mistake_in_any_kernels_epilogue_is_found(reference: Recording, spoil: Spoil, kernel: str) -> None:
-    """The shortcut is forgotten for the last few of 512 filters."""
+    """The residual is forgotten for the last few of 512 filters; a kernel that adds a downsample itself has one less."""
+    guilty = {"layer4.1"} if VARIANTS[kernel].adds_shortcut else {"layer4.0", "layer4.1"}
     spoil("epilogue.cuh", "if (residual) accumulator", "if (residual && k < 508) accumulator")
     for file in ("conv2d_wgmma.cu", "conv2d_wgmma_3xtf32.cu"):
         spoil(file, "pair[0] + biases.x + shortcut.x", "pair[0] + biases.x + (k < 504 ? shortcut.x : 0.0f)")
@@ -189,9 +190,9 @@ def test_a_mistake_in_any_kernels_epilogue_is_found(reference: Recording, spoil:
         forgetful = "(k < 504 ? epilogue : Epilogue8<ELEMENT>{epilogue.bias, nullptr, epilogue.with_relu})"
         spoil(file, "epilogue.load_residual<", f"{forgetful}.load_residual<")
     with model(kernel=kernel) as loaded:
-        assert {step.kernel for step in loaded.explain(X.shape) if step.layer == "layer4.0.conv2"} == {kernel}
-        assert over(check(record(loaded, X), reference))[0] == "layer4.0"
-        assert set(over(check_steps(loaded, reference))) == {"layer4.0", "layer4.1"}
+        assert {step.kernel for step in loaded.explain(X.shape) if step.layer == "layer4.1.conv2"} == {kernel}
+        assert over(check(record(loaded, X), reference))[0] == min(guilty)
+        assert set(over(check_steps(loaded, reference))) == guilty
 
 
 def test_the_spoiled_kernels_are_gone(reference: Recording) -> None:
