@@ -294,6 +294,7 @@ class _Plan:
                 with cupy.cuda.using_allocator(self._pool.malloc):
                     if self._arena.occupied:
                         self._arena = Arena(network, ops, x.shape)
+                        network.front(ops, x, mean=mean, std=std, out=self._arena.input)
                     self._arena.run()  # fills the pool, so that the capture allocates nothing
                     self._prefetch: Any = ops.prefetch(filters)
             self._stream.synchronize()

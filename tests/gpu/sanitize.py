@@ -25,6 +25,7 @@ from cupy_resnet import jit, networks
 from cupy_resnet.conv2d import PRECISIONS, VARIANTS, Conv2dPair, Conv2dProblem
 from cupy_resnet.conv2d.back_to_back import (
     BackToBackOperands,
+    Following,
     back_to_back_candidates,
     launch_back_to_back,
 )
@@ -156,10 +157,15 @@ def launch_back_to_backs() -> None:
             x, residual = numbers(first.input_shape, storage), numbers(second.output_shape, storage)
             filters = Filter(numbers(first.filter_shape, storage)), Filter(numbers(second.filter_shape, storage))
             biases = numbers((K,), np.float32), numbers((128,), np.float32)
-            for config in back_to_back_candidates(pair, device):
-                for y in (cupy.empty(second.output_shape, storage), residual):
-                    operands = BackToBackOperands(x, filters, biases, residual, y, (True, True))
-                    launch_back_to_back(pair, operands, config)
+            for whole in (pair, replace(pair, following=K), replace(pair, following=2 * K)):
+                for config in back_to_back_candidates(whole, device):
+                    for y in (cupy.empty(second.output_shape, storage), residual):
+                        operands = BackToBackOperands(x, filters, biases, residual, y, (True, True))
+                        if whole.third is not None:
+                            third, bias = Filter(numbers(whole.third.filter_shape, storage)), numbers((whole.following,), np.float32)
+                            z = cupy.empty(whole.third.output_shape, storage)
+                            operands = operands._replace(following=Following(third, bias, True, z))
+                        launch_back_to_back(whole, operands, config)
 
 
 def launch_stems() -> None:

@@ -61,7 +61,7 @@ def test_times_are_those_of_the_kernel() -> None:
             start, stop = cupy.cuda.Event(), cupy.cuda.Event()
             start.record()
             for _ in range(10):
-                VARIANTS[candidate.variant].launch(problem, operands, candidate.config)
+                VARIANTS[candidate.variant].launch(problem, operands.whole, candidate.config)
             stop.record()
             stop.synchronize()
             elapsed.append(100 * cupy.cuda.get_elapsed_time(start, stop))
