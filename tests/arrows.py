@@ -100,7 +100,6 @@ ARROWS = {
     "conv2d.pieces": {"errors"},
     "conv2d.shortcut_choice": {"errors"},
     "conv2d.heuristics": {"_names", "errors"},
-    "conv2d.shortcut_choice": {"errors"},
     "conv2d.tuned": {"environment", "jit"},
     "tuning": {
         *("binding", "conv2d", "engines.base", "engines.cuda_engine", "engines.shape_engine", "errors", "jit"),

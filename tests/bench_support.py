@@ -3,7 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+from cupy_resnet.proof.bench.fusion import Pass
 from cupy_resnet.proof.bench.report import Entry, Report, Row
+from cupy_resnet.proof.bench.timing import Effort
+
+QUICK = Effort(samples=5, warmup=1, seconds=0.2)
 
 MACHINE: dict[str, Any] = {
     "device": "CPU",
@@ -77,6 +81,12 @@ def entry(name: str, ms: float, *, stream_ms: float | None = None, spread: float
         stream_ms=[float(f"{stream * (1 + offset):.6g}") for offset in offsets],
         **known | fields,
     )
+
+
+def fused(name: str, host: float, device: float = 0.0, **fields: Any) -> Pass:
+    """A stage of fusion whose passes all take so many milliseconds, of the host and of the GPU."""
+    known: dict[str, Any] = {"stage": name, "operations": 10, "nbytes": 10**6, "error": 1e-6, "wrong": None}
+    return Pass(name=name, host_ms=[host] * 5, device_ms=[device] * 5 if device else [], **known | fields)
 
 
 def row(*entries: Entry, N: int = 1, **fields: Any) -> Row:

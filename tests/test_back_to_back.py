@@ -27,6 +27,8 @@ from cupy_resnet.kernels import configurations as forms_of
 
 NAME = back_to_back.name
 CONFIGS = configurations()
+ALONE = [config for config in CONFIGS if not config.next_channels]
+"""Those of two convolutions; with the next one: test_back_to_back_next."""
 PLAIN = Conv2dProblem(N=2, H=14, W=14, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, precision="fp16")
 
 CHANNELS = "needs 64, 128 or 256 channels between the two and a multiple of 128 behind them"
@@ -216,8 +218,8 @@ def test_a_block_has_the_registers_that_its_warpgroups_share(
 
 # The launch ---------------------------------------------------------------------------------------------------------
 
-MAPS = ["pixels", "first_filters", "second_filters", "residuals", "outputs"]
-PARAMETERS = [*MAPS, "first_bias", "second_bias", "first", "second"]
+MAPS = ["pixels", "first_filters", "second_filters", "residuals", "outputs", "next_filters", "next_outputs"]
+PARAMETERS = [*MAPS, "first_bias", "second_bias", "next_bias", "first", "second", "next_relu"]
 
 
 def test_the_kernel_takes_its_parameters_in_the_launches_order() -> None:
@@ -247,7 +249,7 @@ def named_operands(biases: tuple[Any, Any], relus: tuple[bool, bool]) -> BackToB
     return BackToBackOperands(filters=filters, biases=biases, relus=relus, **arrays)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.precision} {config}")
+@pytest.mark.parametrize("config", ALONE, ids=lambda config: f"{config.precision} {config}")
 @pytest.mark.parametrize("biases", [("a", "b"), (None, "b"), ("a", None)])
 @pytest.mark.parametrize("relus", [(True, True), (False, True), (True, False)])
 def test_the_launch(
@@ -268,6 +270,8 @@ def test_the_launch(
     assert given["residuals"] == ("matrix_map", second, "residual", 384, config.tile_m)
     assert given["outputs"] == ("matrix_map", second, "y", 384, 64)
     assert (given["first_bias"], given["second_bias"]) == tuple(NULL if bias is None else bias for bias in biases)
+    assert given["next_filters"] is given["next_outputs"] is tensor_maps.NONE
+    assert (given["next_bias"], given["next_relu"]) == (NULL, 0)
     assert given["first"] is conv2d_params(first, relus[0])
     assert given["second"] is conv2d_params(second, relus[1])
 

@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fusion_support import BASIC, FIRST, PAIRS, RESIDUAL, RESIDUAL_ON, SHORTCUT, SHORTCUT_ON, kernel_for_all
+from fusion_support import (
+    BASIC,
+    FIRST,
+    PAIRS,
+    RESIDUAL,
+    RESIDUAL_ON,
+    SHORTCUT,
+    SHORTCUT_ON,
+    configurations_for,
+    kernel_for_all,
+)
 from tuning_support import LAYER, entry, fresh_tables
 
 from cupy_resnet.conv2d import (
@@ -150,7 +160,7 @@ def test_more_to_compute_costs_more(pair: Conv2dPair) -> None:
         larger.append(replace(pair, following=256))
     if pair.shortcut_channels:
         larger.append(replace(pair, shortcut_channels=512))
-    for config in back_to_back.back_to_back_candidates(RESIDUAL, H100):
+    for config in configurations_for(pair):
         costs = [back_to_back_microseconds(p, H100, config) for p in larger]
         assert min(costs) > back_to_back_microseconds(pair, H100, config) > 0
         assert back_to_back_microseconds(pair, H100, config) > pair.bytes / 4.8e6
@@ -244,7 +254,7 @@ def test_an_entry_that_means_nothing_leaves_the_others_alone(wrong: dict[str, An
 def test_what_was_measured_of_a_pair_is_followed(pair: Conv2dPair) -> None:
     small = replace(pair, first=replace(pair.first, N=1))
     for whole in (pair, small):
-        for fused in back_to_back.back_to_back_candidates(RESIDUAL, H100):
+        for fused in configurations_for(whole):
             remember(H100.name, [entry(Candidate(back_to_back.name, fused), whole)])
             assert choose_back_to_back(whole, H100, spread_nan=True).config == fused
         remember(H100.name, [entry(APART_ENTRY, whole)])

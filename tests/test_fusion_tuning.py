@@ -7,27 +7,28 @@ from typing import Any
 
 import pytest
 from cli_support import run_here
-from fusion_support import BASIC, FIRST, PAIRS, RESIDUAL, RESIDUAL_ON, SHORTCUT, SHORTCUT_ON, kernel_for_all, walk
+from fusion_support import BASIC, FIRST, PAIRS, RESIDUAL, RESIDUAL_ON, SHORTCUT, SHORTCUT_ON, kernel_for_all
 from tuning_support import FakeBench, fresh_tables
 
+from cupy_resnet.binding import bind_shapes
 from cupy_resnet.conv2d import H100, Conv2dPair, Conv2dProblem, back_to_back, choose, choose_shortcut, tuned
 from cupy_resnet.conv2d.back_to_back_choice import choose_back_to_back
 from cupy_resnet.conv2d.configs import NoConfig
 from cupy_resnet.conv2d.pieces import halves, steps
 from cupy_resnet.conv2d.problem import Problem
 from cupy_resnet.conv2d.tuned import APART
+from cupy_resnet.engines.base import Fusions
+from cupy_resnet.engines.shape_engine import ShapeArray, ShapeEngine
 from cupy_resnet.networks import describe
 from cupy_resnet.tuning import Candidate, Tuner, Workload, bench, candidates, network_problems, remember, tune
-from cupy_resnet.tuning import workloads as workloads_module
 from cupy_resnet.tuning.entrants import Apart, expected
-from cupy_resnet.tuning.workloads import counted_alone
+from cupy_resnet.tuning.workloads import counted_alone, workloads
 
 
 @pytest.fixture(autouse=True)
 def everything_may_be_one_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fresh_tables(tmp_path, monkeypatch)
     kernel_for_all(monkeypatch)
-    monkeypatch.setattr(workloads_module, "_walk", walk)
     yield
     kernel_for_all(monkeypatch)  # forgets what was decided
 
@@ -81,9 +82,9 @@ def test_nothing_of_a_pass_counts_twice(model: str, size: int) -> None:
     counts = counts_of(model, size=size)
     alone = counted_alone(counts)
     flops = sum(count * problem.flops for problem, count in alone.items())
-    N = 32
-    records = walk(describe(model), (N, size, size, 3), "fp16", workloads_module.Fusions())
-    plain = sum(record.flops for record in records)
+    ops = ShapeEngine("fp16", fusions=Fusions(stem=True))
+    bind_shapes(describe(model))(ops, ShapeArray((32, size, size, 3)))
+    plain = sum(workload.count * workload.problem.flops for workload in workloads([ops.records]))
     assert flops == pytest.approx(plain, rel=1e-9 if size == 224 else 0.1)
     largest = {problem for problem in counts if alone[problem] and steps(problem) > 1}
     assert largest
@@ -211,7 +212,7 @@ def test_a_shortcut_that_is_wrong_is_computed_apart_however_many_are() -> None:
 
 
 def test_a_model_that_tunes_itself_times_everything_once() -> None:
-    network, fake = describe("resnet18"), FakeBench(lambda workload, candidate: 1.0)
+    network, fake = bind_shapes(describe("resnet18")), FakeBench(lambda workload, candidate: 1.0)
     for _ in range(2):
         Tuner(network, "fp16", 0, make_bench=lambda device_id: fake)(2, 64, 64)
         tuned.forget()

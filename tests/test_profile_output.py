@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -11,6 +12,7 @@ from cli_support import run, run_here
 from profile_support import LIMITS, FakeClock
 
 import cupy_resnet
+from cupy_resnet.cli.profile import _print_profile
 from cupy_resnet.networks import describe, random_state_dict
 from cupy_resnet.proof import plot_style
 from cupy_resnet.proof.profiling import Profile, Roof, profile, trace, write_trace
@@ -224,6 +226,26 @@ def test_the_command_measures_this_machine_once(tmp_path):
     before = kept.stat().st_mtime_ns
     assert run(*MODEL, folder=tmp_path).status == 0
     assert kept.stat().st_mtime_ns == before
+
+
+def test_steps_of_several_layers_fit_a_narrow_terminal(result, monkeypatch, capsys):
+    names = ("layer1.1.conv2", "layer1.1.conv3", "layer1.2.conv1", "layer2.0.downsample.0")
+    op = "conv2d_back_to_back + bias + shortcut + relu + following"
+    joint = replace(result.ops[1], layer=" + ".join(names), op=op)
+    fused = replace(result, ops=(*result.ops, joint))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    told = {}
+    for columns in (110, 1000):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        _print_profile(fused)
+        told[columns] = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(map(len, told[110].splitlines())) <= 110
+    assert sorted("".join(told[110].split())) == sorted("".join(told[1000].split()))
+    for name in names:
+        assert re.search(rf"^{re.escape(name)}( \+)?( |$)", told[110], re.M)
+    monkeypatch.delenv("FORCE_COLOR")
+    _print_profile(fused)
+    assert f"\n{joint.layer}  {joint.op}  " in capsys.readouterr().out
 
 
 def test_help_fits_a_narrow_terminal(monkeypatch, capsys):

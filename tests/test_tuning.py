@@ -98,7 +98,10 @@ def test_every_precision_has_a_tolerance() -> None:
 
 def test_the_convolutions_of_a_network() -> None:
     workloads = network_problems(describe("resnet18"), (8, 3, 224, 224), "fp16", H100)
-    assert sum(workload.count for workload in workloads) == 19  # of 20: the stem is an operation of its own
+    joint = [workload for workload in workloads if workload.problem.shortcut_channels]
+    assert [workload.count for workload in joint] == [1, 1, 1]
+    # Of 20: the stem is an operation of its own. What may be one kernel counts apart as well.
+    assert sum(workload.count for workload in workloads) - 3 == 19
     first = Conv2dProblem(N=8, H=56, W=56, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, precision="fp16")
     assert workloads[0] == Workload(first, count=4, residual=True)
     assert len({workload.problem for workload in workloads}) == len(workloads)
@@ -130,7 +133,8 @@ def test_the_stem_is_among_them_where_its_own_kernel_does_not_apply() -> None:
 
 def test_the_classifier_is_among_them_where_it_runs_as_a_convolution() -> None:
     listed = network_problems(describe("resnet50"), (32, 3, 64, 64), "fp16", H100)
-    many = [workload.problem for workload in listed if isinstance(workload.problem, Conv2dProblem)][-1]
+    (many,) = (workload.problem for workload in listed if workload.problem.K == 1000)
+    assert isinstance(many, Conv2dProblem)
     assert (many.N, many.C, many.K, many.R, many.precision) == (32, 2048, 1000, 1, "tf32")
     few = network_problems(describe("resnet50"), (1, 3, 64, 64), "fp16", H100)
     assert all(workload.problem.K != 1000 for workload in few)

@@ -1,5 +1,6 @@
 """What the kernels that run as programs of the host share: C++ for both, and how a program is built and asked."""
 
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.params import conv2d_params
+from cupy_resnet.jit.sources import find_kernel
 
 WAITS = r"""
 unsigned long long operand(unsigned address) { return (address & 0x3ffff) >> 4; }
@@ -64,6 +66,13 @@ void read(std::vector<float>& values, long count) {
 }
 """
 """What the accelerator brings of pixels and filters, 32 channels a row; needs `Conv2dParams` and `fail`."""
+
+
+def place() -> str:
+    """Returns the text of `Place`, which the kernels share."""
+    memory = (find_kernel("conv2d_wgmma").path.parent / "include" / "tensor_memory.cuh").read_text("utf-8")
+    (text,) = re.findall(r"^struct Place \{.*?^\};", memory, re.DOTALL | re.MULTILINE)
+    return str(text)
 
 
 def build(compiler: str, folder: Path, source: str, name: str, defines: dict[str, int | str]) -> Path:

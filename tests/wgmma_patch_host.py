@@ -10,6 +10,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from wgmma_host import place
+
 from cupy_resnet.jit.sources import find_kernel
 
 HOST = r"""
@@ -68,7 +70,7 @@ bool any_overlap(const std::vector<Box>& boxes, unsigned begin, unsigned end) {
     return false;
 }
 
-size_t __cvta_generic_to_shared(const void* pointer) {
+unsigned shared_address(const void* pointer) {
     const auto byte = static_cast<const unsigned char*>(pointer);
     if (byte >= shared && byte < shared + sizeof shared) return byte - shared;
     return addresses.try_emplace(pointer, 0x100000 + 8 * addresses.size()).first->second;
@@ -146,6 +148,7 @@ void touch_staged(unsigned address, bool load) {
     printf("residual %d %d %d %d %d\n", threadIdx.x / 128 - 1, at[0], at[1], at[2], at[3]);
 }
 
+void warpgroup_sync(int) {}  // one thread of each plays all
 unsigned long long operand(unsigned address) { return address >> 4; }
 void warpgroup_fence() {}
 template <typename Element, int N>
@@ -250,7 +253,6 @@ int main() {
 PTX = {
     "ldmatrix": "touch_staged(address, true);",
     "stmatrix": "touch_staged(address, false);",
-    "bar.sync": "",
     "setmaxnreg": "",
 }
 """What an instruction of the kernel's own file becomes."""
@@ -269,7 +271,7 @@ def host_source() -> str:
 
     text = re.sub(r"asm volatile\(.*?\);", replaced, text, flags=re.DOTALL)
     text = text.replace("extern __shared__", "extern").replace("__shared__", "static").replace("#pragma once", "")
-    return "\n".join([HOST, text, MAIN])
+    return "\n".join([HOST, place(), text, MAIN])
 
 
 def build(compiler: str, folder: Path, source: str) -> Path:

@@ -7,7 +7,7 @@ events are not here: every slice is there at once, and the product of as many as
 import re
 
 import numpy as np
-from wgmma_host import IM2COL
+from wgmma_host import IM2COL, place
 
 from cupy_resnet.jit.sources import find_kernel
 
@@ -98,10 +98,8 @@ def host_source() -> str:
     (slices,) = re.findall(r"const int slices = (.*?);", kernel, re.DOTALL)
     declarations = re.sub(r'#include "[^"]+"', "", kernel[: kernel.index("// The products of one tile")])
     params = (path.parent / "include" / "conv2d_params.cuh").read_text(encoding="utf-8")
-    memory = (path.parent / "include" / "tensor_memory.cuh").read_text(encoding="utf-8")
-    (place,) = re.findall(r"^struct Place \{.*?^\};", memory, re.DOTALL | re.MULTILINE)
     main = MAIN.replace("SLICES;", f"{slices};").replace("NAN_FLOAT", '__builtin_nanf("")')
-    return "\n".join([HOST, params.replace("#pragma once", ""), place, declarations, IM2COL, main])
+    return "\n".join([HOST, params.replace("#pragma once", ""), place(), declarations, IM2COL, main])
 
 
 def tensors(arrays: dict[str, np.ndarray]) -> list[np.ndarray]:

@@ -80,6 +80,11 @@ def print_table(table: Table, file: TextIO | None = None) -> None:
     typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()), file=file)
 
 
+def stacked(names: str) -> str:
+    """Returns names that plus signs join: for a terminal one a line, since a column of them takes much of its width."""
+    return names.replace(" + ", " +\n") if Console().is_terminal else names
+
+
 def print_fields(fields: dict[str, str]) -> None:
     """Prints names and values in two columns."""
     table = make_table("", "", header=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from .console import make_table, print_fields, print_json, print_table, say, working
+from .console import make_table, print_fields, print_json, print_table, say, stacked, working
 from .options import EngineOption, KernelOption, ModelArgument, NoFuseOption, PrecisionOption, WeightsOption
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _print_profile(result: "Profile") -> None:
     table.columns[0].no_wrap = True  # a name in pieces is none
     for op in result.ops:
         table.add_row(
-            op.layer or Text(f"({op.block})", "dim"),
+            stacked(op.layer) or Text(f"({op.block})", "dim"),
             op.op,
             op.problem,
             op.kernel,

@@ -162,7 +162,8 @@ def launch_back_to_backs() -> None:
                     for y in (cupy.empty(second.output_shape, storage), residual):
                         operands = BackToBackOperands(x, filters, biases, residual, y, (True, True))
                         if whole.third is not None:
-                            third, bias = Filter(numbers(whole.third.filter_shape, storage)), numbers((whole.following,), np.float32)
+                            third = Filter(numbers(whole.third.filter_shape, storage))
+                            bias = numbers((whole.following,), np.float32)
                             z = cupy.empty(whole.third.output_shape, storage)
                             operands = operands._replace(following=Following(third, bias, True, z))
                         launch_back_to_back(whole, operands, config)

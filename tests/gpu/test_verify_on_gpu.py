@@ -176,7 +176,7 @@ def test_a_broken_kernel_is_located(
 
 @pytest.mark.parametrize("kernel", VARIANTS)
 def test_a_mistake_in_any_kernels_epilogue_is_found(reference: Recording, spoil: Spoil, kernel: str) -> None:
-    """The residual is forgotten for the last few of 512 filters; a kernel that adds a downsample itself has one less."""
+    """The residual is forgotten for the last of 512 filters; a kernel that adds a downsample itself has one less."""
     guilty = {"layer4.1"} if VARIANTS[kernel].adds_shortcut else {"layer4.0", "layer4.1"}
     spoil("epilogue.cuh", "if (residual) accumulator", "if (residual && k < 508) accumulator")
     for file in ("conv2d_wgmma.cu", "conv2d_wgmma_3xtf32.cu"):

@@ -1,0 +1,341 @@
+"""The C++ around conv2d_wgmma_b2b's text that plays the GPU (see `back_to_back_host`): before it, and after it."""
+
+from wgmma_host import WAITS
+
+HOST = (
+    r"""
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <random>
+#include <set>
+#include <vector>
+#include <ucontext.h>
+#define __device__
+#define __global__
+#define __restrict__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define WARPGROUP_MMA_FROM_REGISTERS(...)
+
+struct Index { int x; } threadIdx, blockIdx, gridDim;
+struct TensorMap { int id; };
+struct float2 { float x, y; };
+struct Half { unsigned short bits; };
+struct BFloat16 { unsigned short bits; };
+enum { PIXELS, FIRST, SECOND, RESIDUALS, OUTPUTS, NEXT_FILTERS, NEXT_OUTPUTS };
+unsigned char shared[227 << 10] __align__(1024);
+
+struct Barrier { int count, pending, phase; long bytes; };
+struct Box { unsigned place; std::vector<float> rows; unsigned barrier; };
+struct Store { unsigned place; int map, column, row, thread; };
+struct Instruction {
+    int columns;
+    float* sums[128];
+    const unsigned long long* a[128];  // in registers, or of the first null: in shared memory
+    unsigned long long a_shared, b;
+    bool accumulate;
+    int issued = 0;
+};
+struct Multiplier {
+    std::deque<Instruction> instructions;  // not yet computed
+    long computed = 0;
+    long synced = 0;  // arrivals
+};
+struct Collective { unsigned addresses[32]; int arrived; };
+struct Routine {
+    ucontext_t context;
+    int thread;
+    bool ended, for_all, waited;
+    unsigned barrier;
+    int parity = -1;             // of a barrier that is waited for
+    long issued, until;          // instructions; those before `until` are waited for
+    std::vector<long> groups;    // their ends, in instructions
+    long collectives, syncs;     // of the warp; of the consumer
+    std::vector<long> stores;    // ends of groups of stores
+    long begun, stored;          // boxes
+    long stores_until;           // those before are waited for
+    std::set<unsigned> unseen;   // written to shared memory, not yet visible to the accelerator
+};
+
+std::map<const void*, unsigned> addresses;
+std::map<unsigned, Barrier> barriers_at;
+std::vector<Box> fetches;
+std::vector<Store> stores;
+Multiplier multipliers[2];
+std::deque<Collective> warps[8];
+std::vector<Routine> routines;
+ucontext_t scheduler;
+int current, at_sync;
+std::mt19937 draw;
+
+[[noreturn]] void fail(const char* what) { fprintf(stderr, "%s\n", what); _Exit(1); }
+void rest() { swapcontext(&routines[current].context, &scheduler); }
+Routine& self() { return routines[current]; }
+Multiplier& own() { return multipliers[threadIdx.x / 128 - 1]; }
+"""
+    + WAITS
+    + r"""
+void fetch_im2col(unsigned, const TensorMap&, unsigned, int, int, int, int, int, int);
+void fetch_box(unsigned, const TensorMap&, unsigned, int, int), store_box(const TensorMap&, unsigned, int, int);
+float __uint_as_float(unsigned bits) { float value; memcpy(&value, &bits, 4); return value; }
+unsigned __float_as_uint(float value) { unsigned bits; memcpy(&bits, &value, 4); return bits; }
+float to_float(BFloat16 v) { return __uint_as_float(unsigned(v.bits) << 16); }
+unsigned bits_of(float v) {
+    const unsigned bits = __float_as_uint(v);
+    return v != v ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+unsigned pack_pair(float low, float high, BFloat16) { return bits_of(low) | bits_of(high) << 16; }
+unsigned larger_half(unsigned a, unsigned b) {
+    const float x = __uint_as_float(a << 16), y = __uint_as_float(b << 16);
+    return x != x || y != y ? 0x7fff : x > y ? a & 0xffff : b & 0xffff;
+}
+unsigned larger_word(unsigned a, unsigned b, BFloat16) {
+    return larger_half(a, b) | larger_half(a >> 16, b >> 16) << 16;
+}
+float2 make_float2(float x, float y) { return {x, y}; }
+
+unsigned shared_address(const void* pointer) {
+    if (pointer == shared) return 0;
+    return addresses.try_emplace(pointer, 0x100000 + 8 * addresses.size()).first->second;
+}
+unsigned short& at(unsigned address) {
+    return *reinterpret_cast<unsigned short*>(shared + (address ^ (address >> 7 & 7) << 4));
+}
+float value_at(unsigned address) { return __uint_as_float(unsigned(at(address)) << 16); }
+
+void barrier_init(unsigned address, int count) { barriers_at[address] = {count, count, 0, 0}; }
+void barrier_init_done() {}
+void barrier_arrive(unsigned address) { arrive(barriers_at.at(address)); }
+void barrier_arrive_expecting(unsigned address, int bytes) {
+    barriers_at.at(address).bytes += bytes, barrier_arrive(address);
+}
+void __syncthreads() { ++at_sync, self().for_all = true, rest(), self().for_all = false; }
+void let_next_kernel_start() {}
+void wait_for_earlier_kernels() { self().waited = true; }
+
+// Instructions of a whole warp: where all lanes' rows begin, once all have come.
+const unsigned* rows_of_all(unsigned address) {
+    const int warp = threadIdx.x / 32 - 4;
+    const long number = self().collectives++;
+    if (number == long(warps[warp].size())) warps[warp].push_back({});
+    warps[warp][number].addresses[threadIdx.x % 32] = address, ++warps[warp][number].arrived;
+    rest();
+    return warps[warp][number].addresses;
+}
+void load_matrices(unsigned (&words)[4], unsigned address) {
+    const unsigned* const rows = rows_of_all(address);
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; ++i) memcpy(&words[i], shared + rows[8 * i + lane / 4] + lane % 4 * 4, 4);
+}
+void store_matrices(unsigned address, const unsigned (&words)[4]) {
+    const unsigned* const rows = rows_of_all(address);
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; ++i) {
+        const unsigned place = rows[8 * i + lane / 4] + lane % 4 * 4;
+        memcpy(shared + place, &words[i], 4);
+        self().unseen.insert(place);
+    }
+}
+void written_for_storing() { self().unseen.clear(); }
+void warpgroup_sync(int barrier) {
+    if (barrier != threadIdx.x / 128) fail("this is another consumer's barrier");
+    ++own().synced, ++self().syncs;
+    rest();
+}
+
+void issue(const Instruction& wanted, float* sums, const unsigned long long* a) {
+    Multiplier& multiplier = own();
+    const long number = self().issued++ - multiplier.computed;
+    if (number == long(multiplier.instructions.size())) multiplier.instructions.push_back(wanted);
+    Instruction& in = multiplier.instructions[number];
+    if (in.a_shared != wanted.a_shared || in.b != wanted.b || in.accumulate != wanted.accumulate) {
+        fail("threads issue different instructions");
+    }
+    in.sums[threadIdx.x % 128] = sums, in.a[threadIdx.x % 128] = a;
+    ++in.issued;
+}
+template <typename Element, int N>
+void warpgroup_mma(float (&sums)[N / 2], unsigned long long a, unsigned long long b, bool accumulate) {
+    issue({N, {}, {}, a, b, accumulate}, sums, nullptr);
+}
+template <typename Element, int N>
+void warpgroup_mma(float (&sums)[N / 2], const unsigned long long (&a)[2], unsigned long long b, bool accumulate) {
+    issue({N, {}, {}, 0, b, accumulate}, sums, a);
+}
+template <int COUNT>
+void warpgroup_results(float (&)[COUNT]) {}
+template <int COUNT>
+void warpgroup_operands(unsigned long long (&)[COUNT][2]) {}
+// Sums of small integers are exact.
+void compute(Multiplier& multiplier) {
+    const Instruction& in = multiplier.instructions.front();
+    std::vector<float> a(64 * 16), b(in.columns * 16);
+    const unsigned a_begin = unsigned(in.a_shared & 0x3fff) * 16;
+    for (int i = 0; i < 64 * 16 && !in.a[0]; ++i) a[i] = value_at(a_begin + i / 16 * 128 + i % 16 * 2);
+    for (int thread = 0; thread < 128 && in.a[0]; ++thread) {
+        const int row = thread / 32 * 16 + thread % 32 / 4, k = thread % 4 * 2;
+        for (int i = 0; i < 8; ++i) {  // elements of words 0 … 3
+            const unsigned bits = in.a[thread][i / 4] >> i % 4 * 16 & 0xffff;
+            a[(row + i / 2 % 2 * 8) * 16 + k + i / 4 * 8 + i % 2] = __uint_as_float(bits << 16);
+        }
+    }
+    for (int i = 0; i < in.columns * 16; ++i) b[i] = value_at(unsigned(in.b & 0x3fff) * 16 + i / 16 * 128 + i % 16 * 2);
+    for (int thread = 0; thread < 128; ++thread) {
+        for (int i = 0; i < in.columns / 2; ++i) {
+            const int row = thread / 32 * 16 + thread % 32 / 4 + i % 4 / 2 * 8, n = i / 4 * 8 + thread % 4 * 2 + i % 2;
+            float sum = in.accumulate ? in.sums[thread][i] : 0.0f;
+            for (int k = 0; k < 16; ++k) sum += a[row * 16 + k] * b[n * 16 + k];
+            in.sums[thread][i] = sum;
+        }
+    }
+    multiplier.instructions.pop_front(), ++multiplier.computed;
+}
+void store_commit() { self().stores.push_back(self().begun); }
+template <int PENDING>
+void store_wait() {
+    const std::vector<long>& groups = self().stores;
+    self().stores_until = groups.size() > PENDING ? groups[groups.size() - 1 - PENDING] : 0;
+    rest();
+}
+"""
+)
+
+MAIN = r"""
+Conv2dParams first, second;
+int with_biases, in_place, next_relu;
+std::vector<float> x, first_filter, second_filter, next_filter, first_bias, second_bias, next_bias, residual, y, z;
+
+void fetch(unsigned place, std::vector<float> rows, unsigned barrier) {
+    if (place % 1024) fail("a swizzle begins here");
+    for (unsigned i = 0; i < rows.size(); ++i) at(place + i * 2) = 0x7fff;
+    fetches.push_back({place, std::move(rows), barrier});
+}
+void fetch_im2col(unsigned place, const TensorMap& map, unsigned barrier, int c, int w, int h, int n, int s, int r) {
+    if (map.id != PIXELS) fail("these are no pixels");
+    if (!self().waited) fail("earlier kernels may not have written the pixels");
+    fetch(place, im2col_rows(first, x, TILE_M, c, w, h, n, s, r), barrier);
+}
+void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int column, int row) {
+    const auto box_of = [&](const std::vector<float>& matrix, int count, int end, int columns) {
+        fetch(place, filter_rows(matrix, count, row, end, columns, column), barrier);
+    };
+    if (map.id == FIRST) return box_of(first_filter, MIDDLE, first.K, first.gemm_k);
+    if (map.id == SECOND) return box_of(second_filter, 64, second.K, MIDDLE);
+    if (map.id == NEXT_FILTERS) return box_of(next_filter, MIDDLE, NEXT, second.K);
+    if (map.id != RESIDUALS || !self().waited) fail("earlier kernels may not have written the residual");
+    box_of(in_place ? y : residual, TILE_M, second.gemm_m, second.K);
+}
+void store_box(const TensorMap& map, unsigned place, int column, int row) {
+    if ((map.id != OUTPUTS && map.id != NEXT_OUTPUTS) || place % 1024) fail("this is no output");
+    stores.push_back({place, map.id, column, row, current});
+    ++self().begun;
+}
+void store(const Store& box) {
+    for (const Routine& routine : routines) {
+        const auto next = routine.unseen.lower_bound(box.place);
+        if (next != routine.unseen.end() && *next < box.place + 64 * 128) fail("what is stored is not visible yet");
+    }
+    std::vector<float>& output = box.map == OUTPUTS ? y : z;
+    for (int i = 0; i < 64 && box.row + i < second.gemm_m; ++i) {
+        float* const row = &output[long(box.row + i) * (box.map == OUTPUTS ? second.K : NEXT) + box.column];
+        for (int k = 0; k < 64; ++k) row[k] = value_at(box.place + i * 128 + k * 2);
+    }
+    ++routines[box.thread].stored;
+}
+void run() {
+    conv2d_wgmma_b2b({PIXELS}, {FIRST}, {SECOND}, {RESIDUALS}, {OUTPUTS}, {NEXT_FILTERS}, {NEXT_OUTPUTS},
+                     with_biases ? first_bias.data() : nullptr, with_biases ? second_bias.data() : nullptr,
+                     with_biases ? next_bias.data() : nullptr, first, second, next_relu);
+    self().ended = true;
+    if (self().stored != self().begun) fail("shared memory ends before all is stored");
+    rest();
+}
+bool can_go_on(const Routine& routine) {
+    if (routine.ended) return false;
+    if (routine.for_all) return at_sync == int(routines.size());
+    if (routine.parity >= 0) return barriers_at.at(routine.barrier).phase % 2 != routine.parity;
+    if (routine.thread < 128) return true;
+    const auto& warp = warps[routine.thread / 32 - 4];
+    if (routine.collectives > 0 && warp[routine.collectives - 1].arrived < 32) return false;
+    const Multiplier& multiplier = multipliers[routine.thread / 128 - 1];
+    return multiplier.computed >= routine.until && routine.stored >= routine.stores_until &&
+           multiplier.synced >= 128 * routine.syncs;
+}
+void block() {
+    const int threads = THREADS - 127;
+    static std::vector<std::vector<char>> stacks(threads, std::vector<char>(1 << 16));
+    barriers_at.clear(), at_sync = 0;
+    routines.assign(threads, {});
+    for (int i = 0; i < threads; ++i) {
+        Routine& routine = routines[i];
+        routine.thread = i == threads - 1 ? 0 : 128 + i;
+        getcontext(&routine.context);
+        routine.context.uc_stack.ss_sp = stacks[i].data();
+        routine.context.uc_stack.ss_size = stacks[i].size();
+        makecontext(&routine.context, ::run, 0);
+    }
+    for (Multiplier& multiplier : multipliers) multiplier = {};
+    for (auto& warp : warps) warp.clear();
+    memset(shared, 0xff, sizeof shared);
+    const int lazy = draw() % 5;  // who is slow: nobody, fetches, stores, one of the consumers
+    for (;;) {
+        std::vector<int> able;
+        for (int i = 0; i < threads; ++i) if (can_go_on(routines[i])) able.push_back(i);
+        std::vector<Multiplier*> busy;
+        for (Multiplier& multiplier : multipliers) {
+            const auto& instructions = multiplier.instructions;
+            if (!instructions.empty() && instructions.front().issued == 128) busy.push_back(&multiplier);
+        }
+        if (able.empty() && busy.empty() && fetches.empty() && stores.empty()) break;
+        const bool stuck = able.empty() && busy.empty();
+        if (!fetches.empty() && ((stuck && stores.empty()) || draw() % (lazy == 1 ? 50 : 3) == 0)) {
+            const int number = draw() % fetches.size();
+            const Box box = std::move(fetches[number]);
+            fetches.erase(fetches.begin() + number);
+            for (unsigned i = 0; i < box.rows.size(); ++i) at(box.place + i * 2) = bits_of(box.rows[i]);
+            Barrier& barrier = barriers_at.at(box.barrier);
+            barrier.bytes -= box.rows.size() * 2;
+            complete(barrier);
+        } else if (!stores.empty() && (stuck || draw() % (lazy == 2 ? 50 : 3) == 0)) {
+            // Those of one thread in their order, as it waits for the oldest.
+            int number = draw() % stores.size();
+            for (int i = 0; i < number; ++i) if (stores[i].thread == stores[number].thread) number = i;
+            store(stores[number]);
+            stores.erase(stores.begin() + number);
+        } else if (!busy.empty() && (able.empty() || draw() % 4 == 0)) {
+            compute(*busy[draw() % busy.size()]);
+        } else {
+            // Most go on at once, so that runs are short; a slow consumer seldom does.
+            for (int i : able) {
+                const bool slow = lazy >= 3 && routines[i].thread / 128 == lazy - 2;
+                if (draw() % (slow ? 8 : 2)) continue;
+                current = i, threadIdx.x = routines[i].thread;
+                swapcontext(&scheduler, &routines[i].context);
+            }
+        }
+    }
+    for (const Routine& routine : routines) if (!routine.ended) fail("nobody can go on");
+}
+int main() {
+    int head[5];
+    if (fread(head, 4, 5, stdin) != 5 || fread(&first, sizeof first, 1, stdin) != 1) return 2;
+    if (fread(&second, sizeof second, 1, stdin) != 1) return 2;
+    draw.seed(head[0]), gridDim.x = head[1], with_biases = head[2], in_place = head[3], next_relu = head[4];
+    const long outputs = long(second.gemm_m) * second.K;
+    read(x, long(first.N) * first.H * first.W * first.C), read(first_filter, long(first.K) * first.gemm_k);
+    read(second_filter, long(second.K) * MIDDLE);
+    read(first_bias, first.K), read(second_bias, second.K), read(residual, outputs);
+    read(next_filter, long(NEXT) * second.K), read(next_bias, NEXT);
+    y = residual, z.assign(long(second.gemm_m) * NEXT, NAN);
+    if (!in_place) for (float& value : y) value = NAN;
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) block();
+    fwrite(y.data(), 4, outputs, stdout);
+    fwrite(z.data(), 4, z.size(), stdout);
+}
+"""
