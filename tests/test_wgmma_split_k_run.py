@@ -86,8 +86,8 @@ def is_right(program: Path, config: WgmmaConfig, problem: Conv2dProblem, seed: i
 def test_it_is_exact_on_integers(tmp_path: Path, form: str) -> None:
     config = CONFIGS[form]
     program = built(tmp_path, config, host_source())
-    begin = list(CONFIGS).index(form) % 2  # every other shape: the next form takes the others
-    for seed, (shape, problem) in list(enumerate(SHAPES.items()))[begin::2]:
+    begin = list(CONFIGS).index(form) % 3  # every third shape: the next forms take the others
+    for seed, (shape, problem) in list(enumerate(SHAPES.items()))[begin::3]:
         assert problem.depth // config.tile_k >= 2 * config.split_k_slices
         assert is_right(program, config, problem, seed), shape
 
@@ -127,5 +127,5 @@ def test_a_mistake_is_found(tmp_path: Path, mistake: str) -> None:
     source = host_source()
     assert source.count(right) == 1, mistake
     program = built(tmp_path, config, source.replace(right, wrong))
-    tries = [(problem, seed) for problem in reversed(SHAPES.values()) for seed in range(4)]
+    tries = [(problem, seed) for seed in range(4) for problem in reversed(SHAPES.values())]
     assert not all(is_right(program, config, problem, seed) for problem, seed in tries)

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 import numpy as np
-from wgmma_host import IM2COL, WAITS, ask
+from wgmma_host import IM2COL, WAITS, ask, place
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.jit.sources import find_kernel
@@ -260,7 +260,7 @@ def host_source() -> str:
     )
     assert split
     params = (include / "conv2d_params.cuh").read_text("utf-8").replace("#pragma once", "")
-    return "\n".join([HOST, params, split[0], text, IM2COL, MAIN])
+    return "\n".join([HOST, params, place(), split[0], text, IM2COL, MAIN])
 
 
 def run(
