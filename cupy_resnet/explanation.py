@@ -103,6 +103,7 @@ def explain(
     strict: bool = False,
     fuse: bool = True,
     precision: str = "auto",
+    ready: bool = False,
 ) -> Explanation:
     """Walks a network's graph with shapes only; needs neither weights nor a GPU.
 
@@ -113,6 +114,8 @@ def explain(
         device: the GPU that kernels are chosen for; an H100 where none is given.
         kernel, strict, fuse: as in `cupy_resnet.load`.
         precision: likewise; ``"auto"`` is what `device` would compute in by default.
+        ready: whether the input lies in memory as activations do, channels last and in the type that they are stored
+            in, so that nothing converts it; otherwise it is float32, channels first.
 
     Raises:
         ValueError: a shape that the network cannot run.
@@ -122,7 +125,10 @@ def explain(
     N, C, H, W = shape
     target = device or H100
     arithmetic = PRECISIONS[resolve_precision(precision, target, kernel) if engine == "cuda" else "fp32"]
-    pixels = ShapeArray((N, H, W, C), channels_first=C > 1 and H * W > 1)  # else both layouts are the same memory
+    if ready:
+        pixels = ShapeArray((N, H, W, C), dtype=arithmetic.storage)
+    else:
+        pixels = ShapeArray((N, H, W, C), channels_first=C > 1 and H * W > 1)  # else both layouts are the same memory
     stem_kernel, _ = choose_stem(arithmetic, pixels.shape, network.stem.krsc_shape, target)
 
     fusions = Fusions(

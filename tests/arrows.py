@@ -64,6 +64,7 @@ ARROWS = {
     "proof.patches": {"conv2d"},
     "proof.tiles": {"conv2d"},
     "proof.plot_style": {"weights_store.writing"},
+    "proof.profiling.bounds": {"explanation"},
     "proof.profiling.measuring": {"engines.base", "explanation", "model", "networks"},
     "proof.profiling.timed_ops": {"engines.base", "engines.checks"},
     "proof.profiling.trace": {"weights_store.writing"},
@@ -111,6 +112,7 @@ ARROWS = {
 innermost listed room's arrows. An arrow to a room allows its modules too."""
 
 TYPE_ARROWS = {
+    "cli": {"model"},
     "": {"loading", "model", "networks", "predicting", "prediction"},
     "engines.base": {"conv2d.problem"},
     "loading": {"engines.cuda_engine"},

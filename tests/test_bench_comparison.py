@@ -7,6 +7,7 @@ from helpers import normal
 from helpers import torch_model as other_torch_model
 
 import cupy_resnet
+from cupy_resnet import conv2d
 from cupy_resnet.loading import PRECISIONS
 from cupy_resnet.networks import describe, random_state_dict
 from cupy_resnet.proof.bench import comparison, contenders, timing
@@ -236,7 +237,7 @@ def test_every_precision_that_load_knows_has_rules():
     assert not RULES["fp32"].tf32
     assert RULES["fp32-tc"].error_factor < RULES["fp32"].error_factor
     for name, rules in RULES.items():
-        assert getattr(torch, rules.dtype).itemsize == rules.itemsize, name
+        assert getattr(torch, rules.dtype).itemsize == conv2d.PRECISIONS[name].element_size, name
     with pytest.raises(ValueError, match="fp32"):
         check_precision("auto")
 

@@ -124,9 +124,8 @@ def test_a_ladder_without_a_rival_is_refused(precision):
 
 def test_every_precision_has_rules_and_a_tolerance_for_the_ladder():
     assert set(ladder.TOLERANCES) == set(PRECISIONS) == set(RULES)
-    for name, arithmetic in PRECISIONS.items():
+    for name in PRECISIONS:
         assert rival_precision(name) in ladder.TORCH_PRECISIONS["cuda"]
-        assert RULES[name].itemsize == arithmetic.element_size
 
 
 def test_outputs_in_bfloat16_are_compared_by_value():

@@ -114,6 +114,24 @@ def test_a_refused_ratio_says_why():
     assert found.notes[0] == "ours: no ratio, since its results are not finite"
 
 
+def test_it_is_said_what_the_roofline_is_of():
+    launches, apart = row(FAST, bound_ms=0.5, bound_of="launches"), row(FAST, bound_ms=0.5)
+    words = "Of the roofline: the least time that memory and arithmetic allow "
+    for each, of in ((launches, "what ours launches, each launch by itself"), (apart, "every operation by itself")):
+        assert list_row(each).notes[-1].startswith(f"{words}{of}")
+        assert f"{words}{of}" in list_report(report(each)).notes[1]
+    assert not [note for note in list_row(row(FAST)).notes if "roofline" in note]
+    assert len(list_report(report(row(FAST))).notes) == 2  # how to read the columns, and why there is no ratio
+
+
+def test_a_record_from_before_bounds_were_of_launches_reads_as_what_it_is(tmp_path):
+    values = report(row(FAST, bound_ms=0.25)).to_dict()
+    del values["rows"][0]["bound_of"]
+    path = tmp_path / "report.json"
+    write_json(path, values)
+    assert read_report(path).rows[0].bound_of == "operations"
+
+
 def test_the_ratio_that_is_not_the_figure_stands_in_parentheses():
     direct = entry("ours, conv2d_direct", 9.0)
     found = list_report(report(row(FAST, SLOW), row(FAST, direct, SLOW, N=8)))

@@ -2,12 +2,15 @@
 
 import json
 import sys
+import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cupy_resnet.conv2d import Conv2dProblem
+from cupy_resnet.conv2d import H100, VARIANTS, Conv2dProblem, Device
+from cupy_resnet.conv2d.configs import ImplicitGemmConfig
 from cupy_resnet.proof import notebook
 from cupy_resnet.proof.plot_style import new_figure
 
@@ -94,6 +97,55 @@ def test_a_place_says_why_results_are_recorded(monkeypatch):
     assert "recorded" in repr(place)
     assert "the driver is missing" in repr(place)
     assert notebook.measure_here(PROBLEM, "conv2d_direct", None) is None
+
+
+A100 = Device(name="NVIDIA A100", compute_capability=(8, 0), sm_count=108, shared_memory_per_block=166912)
+
+
+class MeasuredError(Exception):
+    """Something is about to be measured."""
+
+
+@pytest.fixture
+def on_a100(monkeypatch):
+    """A machine that seems to have one; what is to be measured on it raises `MeasuredError`."""
+
+    def engine(**_: Any) -> None:
+        raise MeasuredError
+
+    monkeypatch.setattr(notebook, "cuda_obstacle", lambda: None)
+    monkeypatch.setattr(notebook, "find_device", lambda device: 0)
+    monkeypatch.setattr(notebook, "describe_device", lambda device: A100)
+    monkeypatch.setattr("cupy_resnet.engines.cuda_engine.CudaEngine", engine)
+    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+
+
+@pytest.mark.parametrize(
+    ("variant", "precision", "chosen_for", "measured"),
+    [
+        ("conv2d_wgmma", "fp16", H100, False),  # there is no such instruction
+        ("conv2d_winograd", "fp32", H100, False),  # it takes more shared memory than there is
+        ("conv2d_winograd", "fp32", A100, True),
+        ("conv2d_mma", "fp16", A100, True),
+        ("conv2d_direct", "fp32", H100, True),
+    ],
+)
+def test_what_another_gpu_cannot_do_is_not_measured_there(on_a100, variant, precision, chosen_for, measured):
+    problem = replace(PROBLEM, precision=precision)
+    config = VARIANTS[variant].candidates(problem, chosen_for)[0]
+    if measured:
+        with pytest.raises(MeasuredError):
+            notebook.measure_here(problem, variant, config)
+    else:
+        assert notebook.measure_here(problem, variant, config) is None
+
+
+def test_a_tile_of_the_readers_own_is_measured(on_a100):
+    """One that no candidate is like, as in notebook 02."""
+    mine = ImplicitGemmConfig(tile_m=128, tile_n=64, thread_m=8, thread_n=8, vector=4, min_blocks=3)
+    assert mine not in VARIANTS["conv2d_implicit_gemm"].candidates(PROBLEM, A100)
+    with pytest.raises(MeasuredError):
+        notebook.measure_here(PROBLEM, "conv2d_implicit_gemm", mine)
 
 
 def test_bars_are_as_long_as_their_values():

@@ -105,6 +105,24 @@ def test_rates_are_of_the_median():
     assert stored["percent_of_bound"] == op.percent_of_bound
 
 
+@pytest.mark.parametrize(
+    ("layer", "short"),
+    [
+        ("", ""),
+        ("conv1", "conv1"),
+        ("layer2.0.downsample.0", "layer2.0.downsample.0"),
+        ("layer1.0.conv2 + layer1.0.conv3 + layer1.1.conv1", "layer1.0.conv2 + conv3 + layer1.1.conv1"),
+        ("layer1.1.conv2 + layer1.10.conv3", "layer1.1.conv2 + layer1.10.conv3"),
+        (
+            "layer1.0.conv2 + layer1.0.conv3 + layer1.0.downsample.0 + layer1.1.conv1",
+            "layer1.0.conv2 + conv3 + downsample.0 + layer1.1.conv1",
+        ),
+    ],
+)
+def test_layers_of_one_kernel_name_their_block_once(layer, short):
+    assert make_op(layer=layer).short_layer == short
+
+
 def test_the_bound_is_what_takes_longer():
     assert ROOF.ridge == 10
     assert ROOF.bound(flops=1_000_000, nbytes=1_000_000) == ("memory", pytest.approx(10))

@@ -181,6 +181,7 @@ def test_the_command_prints_a_table_and_writes_files(quick, monkeypatch, capsys)
     assert "launch overlap off" in done.out
     assert f"{stored['sum_us'] / 1e3:.3f} ms: {len(stored['ops'])} operations" in done.out
     assert f"{stored['median_whole_us'] / 1e3:.3f} ms, as it is called" in done.out
+    assert f"{sum(op['bound_us'] for op in stored['ops']) / 1e3:.3f} ms: the sum of all bounds" in done.out
     assert done.err == "wrote t.json\nwrote r.png\nwrote p.json\n"
     assert json.loads((quick / "t.json").read_text())["traceEvents"]
     assert stored["ceilings"] == LIMITS.to_dict()
@@ -200,6 +201,17 @@ def test_random_weights_need_no_file(quick, monkeypatch, capsys):
     done = run_here(monkeypatch, capsys, *arguments)
     assert done.status == 0, done.err
     assert re.search(r"^network +resnet32, input 1 × 3 × 32 × 32, fp32, numpy engine, A device$", done.out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"), [("resnet18", "weights of resnet18 cannot be had"), ("resnet32", "resnet32 needs weights")]
+)
+def test_without_weights_the_error_names_the_way_out(quick, monkeypatch, capsys, model, reason):
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # torchvision's are not to be had
+    done = run_here(monkeypatch, capsys, "profile", model, "--engine", "numpy", "--samples", "1")
+    assert (done.status, done.out) == (1, "")
+    assert reason in done.err
+    assert "--random-weights" in done.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,9 @@ def bench(
     """Compare speed with PyTorch on this machine, in one run.
 
     Contenders take turns call by call, with the same weights on the same data, and results are checked. A
-    ratio is given only where medians differ by more than samples spread (p10 to p90). Exit status 1 if
-    results of ours are wrong.
+    ratio is given only where medians differ by more than samples spread (p10 to p90). The roofline is the
+    least time that this machine's memory and arithmetic allow what ours launches, as `profile` lists it. Exit
+    status 1 if results of ours are wrong.
     """
     from ..proof.bench.timing import Effort
     from ..proof.plot_style import check_plot_path

@@ -11,6 +11,7 @@ from .console import make_table, print_fields, print_json, print_table, say, sta
 from .options import EngineOption, KernelOption, ModelArgument, NoFuseOption, PrecisionOption, WeightsOption
 
 if TYPE_CHECKING:
+    from ..model import Model
     from ..proof.profiling import Profile
 
 
@@ -47,7 +48,6 @@ def profile(
     Operations are timed one by one on an idle device: launch overlap is off. The whole pass is timed
     beside that, as it is called.
     """
-    from ..loading import load
     from ..proof.plot_style import check_plot_path, save_figure
     from ..proof.profiling import ceilings_of, write_trace
     from ..proof.profiling import profile as profile_model
@@ -61,10 +61,10 @@ def profile(
             raise typer.BadParameter(str(error), param_hint="--plot") from error
     if random_weights and weights is not None:
         raise typer.BadParameter("--weights and --random-weights exclude each other")
-    name, state = _random(model) if random_weights else (model, weights)
+    name, given = _random(model) if random_weights else (model, weights)
     with (
         working("loading") as show,
-        load(name, state, engine=engine, kernel=kernel, precision=precision, fuse=not no_fuse) as loaded,
+        _load(name, given, engine=engine, kernel=kernel, precision=precision, fuse=not no_fuse) as loaded,
     ):
         show("measuring what this machine can do at best")
         limits = ceilings_of(loaded, refresh=measure_ceilings)
@@ -83,6 +83,19 @@ def profile(
     for file in (trace, plot, output):
         if file not in (None, "-"):
             say(f"wrote {file}")
+
+
+def _load(model: str, weights: Any, **options: Any) -> "Model":
+    """Loads a model; where there are no weights, the error names the way to do without."""
+    from ..loading import load
+    from ..weights_store import NoWeightsError, WeightsUnavailableError
+
+    try:
+        return load(model, weights, **options)
+    except (NoWeightsError, WeightsUnavailableError) as error:
+        raise type(error)(
+            f"{error}\nTo profile, any weights will do: --random-weights draws them and needs no file."
+        ) from error
 
 
 def _random(model: str) -> tuple[str, Any]:
@@ -138,6 +151,8 @@ def _summary(result: "Profile") -> dict[str, str]:
         "kernels": ", ".join(kernels),
         "ceilings": f"measured {limits.date}: " + ", ".join(rates),
         "bound": _bound(result),
+        "roofline": f"{_time(result.bound_us)}: the sum of all bounds, {result.bound_us / result.median_whole_us:.0%} "
+        "of the whole pass",
         "timing itself": f"takes {result.empty_us:.1f} µs, included in the time of every operation",
     }
     if any(op.percent_of_bound > 100 for op in result.ops):
@@ -150,11 +165,12 @@ def _summary(result: "Profile") -> dict[str, str]:
 
 def _bound(result: "Profile") -> str:
     roof = result.roof
+    moved = "the bytes that must be moved at the copy's rate"
     if roof.flops_per_s is None:
-        return f"the bytes that must be moved at the copy's rate; that of {roof.compute} products is not known here"
-    return (
-        f"the longer of: the bytes that must be moved at the copy's rate, and the arithmetic at {roof.compute}'s rate"
-    )
+        rule = f"{moved}; that of {roof.compute} products is not known here"
+    else:
+        rule = f"the longer of: {moved}, and the arithmetic at {roof.compute}'s rate"
+    return f"{rule}; what one kernel computes is one operation, and what stays within it is not moved"
 
 
 def _time(us: float) -> str:

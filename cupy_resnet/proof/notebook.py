@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..conv2d import Conv2dProblem
-from ..engines.cuda_engine import cuda_obstacle
+from ..conv2d import VARIANTS, Conv2dProblem
+from ..conv2d.device import H100
+from ..engines.cuda_engine import cuda_obstacle, describe_device, find_device
 from ..resources import folder
 from .clock import CudaClock
 from .machine import describe_machine
@@ -205,19 +206,28 @@ def plot_bars(
 
 
 def measure_here(problem: Conv2dProblem, variant: str, config: Any, samples: int = 20) -> float | None:
-    """Returns the seconds a kernel takes in a configuration, alone, median over `samples`; None without a GPU."""
+    """Returns the seconds a kernel takes in a configuration, alone, median over `samples`; None where it cannot run.
+
+    That is without a GPU, and on one that lacks what the kernel multiplies with, or the shared memory that the
+    configuration, chosen for an H100, takes.
+    """
     if cuda_obstacle():
+        return None
+    kernel, device = VARIANTS[variant], describe_device(find_device(None))
+    if not kernel.supports(problem, device)[0]:
+        return None
+    if config in kernel.candidates(problem, H100) and config not in kernel.candidates(problem, device):
         return None
     import cupy
 
-    from ..conv2d.variants import VARIANTS, Filter, Operands
+    from ..conv2d.variants import Filter, Operands
     from ..engines.cuda_engine import CudaEngine
 
     ops, normal = CudaEngine(precision=problem.precision), np.random.default_rng(0).standard_normal
     # Both in the type that the engine stores filters in, which is the activations' as well.
     x, weight = (ops.filter(normal(shape, np.float32)).weight for shape in (problem.input_shape, problem.filter_shape))
     y = cupy.empty(problem.output_shape, problem.arithmetic.storage)
-    call = partial(VARIANTS[variant].launch, problem, Operands(x, Filter(weight), None, None, y, False), config)
+    call = partial(kernel.launch, problem, Operands(x, Filter(weight), None, None, y, False), config)
     clock = CudaClock(ops.device)
     call()  # compiles
     return statistics.median(clock.alone(call)[1] for _ in range(samples))

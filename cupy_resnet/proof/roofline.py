@@ -49,7 +49,7 @@ def plot_profile(profile: Profile) -> "Figure":
         alike.setdefault((op.op, op.problem, op.kernel, op.config), []).append(op)
     points = []
     for ops in alike.values():
-        label = (ops[0].layer or f"{ops[0].op} {ops[0].problem}") + (
+        label = (ops[0].short_layer or f"{ops[0].op} {ops[0].problem}") + (
             f" and {len(ops) - 1} alike" if len(ops) > 1 else ""
         )
         points += [

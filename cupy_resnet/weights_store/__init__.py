@@ -6,10 +6,11 @@
 from .categories import imagenet_classes
 from .converting import convert
 from .resolving import embedded, resolve, split_name
-from .unavailable import WeightsUnavailableError
+from .unavailable import NoWeightsError, WeightsUnavailableError
 from .weights import Weights
 
 __all__ = [
+    "NoWeightsError",
     "Weights",
     "WeightsUnavailableError",
     "convert",

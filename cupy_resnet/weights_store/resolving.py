@@ -18,7 +18,7 @@ from ..resources import folder
 from . import pretrained
 from .categories import read_categories
 from .download import Progress
-from .unavailable import advice, unavailable
+from .unavailable import NoWeightsError, advice, unavailable
 from .weights import Weights, check_counts, described
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,8 @@ def resolve(
         FileNotFoundError: there is no such file.
         ImportError: a torch file without torch installed.
         TypeError: something else than the above.
-        ValueError: an unknown model, name of weights or preset, or a model without weights of its own and none given.
+        NoWeightsError: a model without weights of its own, and none given; it is a ValueError.
+        ValueError: an unknown model, name of weights or preset.
         WeightsUnavailableError: torchvision's weights are neither in the cache nor to be had.
     """
     found = _find(model, str(weights) if isinstance(weights, Enum) else weights, progress)
@@ -115,7 +116,7 @@ def _find(model: str, weights: Any, progress: Progress | None) -> Weights:
             return _torchvision(network, DEFAULT_PRESET, progress)
         if own:
             return _embedded(network, own[0])
-        raise ValueError(
+        raise NoWeightsError(
             f"{network} needs weights: torchvision has none for it; pass a state dict or a file that ends in "
             f"{', '.join(SUFFIXES)}{advice(embedded())}"
         )

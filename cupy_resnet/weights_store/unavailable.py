@@ -7,6 +7,10 @@ class WeightsUnavailableError(RuntimeError):
     """Weights were asked for that cannot be had here and now; the message says why and what can be done."""
 
 
+class NoWeightsError(ValueError):
+    """Nobody said which weights, and there are none for this network; the message says what can be done."""
+
+
 def unavailable(model: str, name: str, reason: str, alternatives: Sequence[str]) -> WeightsUnavailableError:
     """Returns the error for torchvision's weights `name` of `model`.
 

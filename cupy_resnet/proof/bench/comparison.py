@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from ...engines.cuda_engine import describe_device, find_device
 from ...engines.selection import make_engine
-from ...explanation import explain
+from ...explanation import Explanation, explain
 from ...networks import Network
 from ..ceilings import Ceilings
+from ..profiling.bounds import bounds
 from ..profiling.results import Roof
 from .contenders import (
     DEFAULT_RIVALS,
@@ -173,6 +175,7 @@ class _Measurement:
             engine=plan.engine,
             flops=flops,
             bound_ms=bound_ms,
+            bound_of="launches",
             eager_error=eager_error,
             entries=entries,
             failed=failed,
@@ -234,14 +237,25 @@ class _Measurement:
         return entries
 
     def _work(self) -> tuple[int, float | None]:
-        """Operations of a pass, and the roofline's bound on it in ms; the input has the engine's layout already."""
-        steps = [step.record for step in explain(self._network, self._shape, engine="numpy")][1:]
-        flops = sum(record.flops for record in steps)
+        """Operations of a pass, and what the roofline allows its launches in ms."""
+        launches = self._launches()
         if self._plan.ceilings is None:
-            return flops, None
+            return launches.flops, None
         roof = Roof.of(self._plan.ceilings, self._precision)
-        scale = self._rules.itemsize / 4  # the walk with shapes counts four bytes per value
-        return flops, sum(roof.bound(record.flops, int(record.nbytes * scale))[1] for record in steps) / 1e3
+        return launches.flops, sum(least for _, least in bounds(launches, roof)) / 1e3
+
+    def _launches(self) -> Explanation:
+        """What ours launches on the input as it gets it; of several of ours, that with the engine's own choice."""
+        plan = self._plan
+        return explain(
+            self._network,
+            self._shape,
+            engine=plan.engine,
+            device=describe_device(find_device(None)) if plan.engine == "cuda" else None,
+            kernel="auto" if "auto" in plan.kernels else plan.kernels[0],
+            precision=self._precision,
+            ready=True,
+        )
 
 
 def checked_images(N: int) -> list[int]:

@@ -13,6 +13,12 @@ from .statistics import Summary
 
 WORDS: dict[Kind, str] = {"latency": "single calls", "stream": "calls back to back"}
 
+BOUNDS = {
+    "launches": "what ours launches, each launch by itself",
+    "operations": "every operation by itself, also where ours computes several in one launch",
+}
+"""By `Row.bound_of`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
@@ -67,6 +73,7 @@ def list_row(row: Row) -> Listing:
     notes = [f"{entry.name}: {sentence}" for entry in row.ours for sentence in _ratios(row, entry)]
     notes += [f"{entry.name} does not count: {entry.wrong}" for entry in row.rivals if entry.wrong is not None]
     notes += [f"{name} is left out: {reason}" for name, reason in row.failed.items()]
+    notes += _roofline([row])
     return Listing(title=title, header=tuple(header), rows=rows, notes=tuple(notes))
 
 
@@ -119,7 +126,17 @@ def list_report(report: Report) -> Listing:
         f"Medians. The first three columns are of single calls, each waited for; the ratio in parentheses is not the "
         f"row's figure, which is that of single calls for N < {STREAM_FROM} and of calls back to back from there on."
     )
-    return Listing(title="Ratios", header=tuple(header), rows=rows, notes=(note, *reasons))
+    notes = (note, *(f"{sentence}." for sentence in _roofline(report.rows)), *reasons)
+    return Listing(title="Ratios", header=tuple(header), rows=rows, notes=notes)
+
+
+def _roofline(rows: Sequence[Row]) -> list[str]:
+    """Says what the percentage is of; nothing where there is none."""
+    of = dict.fromkeys(BOUNDS[row.bound_of] for row in rows if row.bound_ms is not None)
+    return [
+        f"Of the roofline: the least time that memory and arithmetic allow {what}, in percent of the time back to back"
+        for what in of
+    ]
 
 
 def list_fusion(report: FusionReport) -> Listing:

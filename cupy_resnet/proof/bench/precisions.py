@@ -12,14 +12,12 @@ class Rules:
 
     Args:
         dtype: of the input and of the rivals' weights: torch's name of a type.
-        itemsize: its bytes.
         tf32: whether torch may use TF32 inside its float32 convolutions and products.
         error_factor: how many times the error of torch's own eager run in this precision ours may have, both against
             float64. A precision that claims to be as accurate as float32 gets next to nothing.
     """
 
     dtype: str = "float32"
-    itemsize: int = 4
     tf32: bool = False
     error_factor: float = 2.0
 
@@ -28,8 +26,8 @@ RULES = {
     "fp32": Rules(),
     "fp32-tc": Rules(error_factor=1.1),
     "tf32": Rules(tf32=True),
-    "fp16": Rules(dtype="float16", itemsize=2),
-    "bf16": Rules(dtype="bfloat16", itemsize=2),
+    "fp16": Rules(dtype="float16"),
+    "bf16": Rules(dtype="bfloat16"),
 }
 """Every precision that a comparison knows; ``"auto"`` is none, since a measurement has to say what it measured."""
 

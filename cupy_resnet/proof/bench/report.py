@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -73,10 +73,13 @@ class Row:
         size: their height and width in pixels.
         precision, engine: of ours.
         flops: floating-point operations of a pass, a multiply-add counted as two.
-        bound_ms: the least time the roofline allows, summed over the operations; None where no ceilings were given.
+        bound_ms: the least time the roofline allows, summed over what `bound_of` says; None where no ceilings were
+            given.
         eager_error: the error of torch's eager run in this precision, which decides what is right.
         entries: the contenders.
         failed: name of a contender that could not run, to the reason.
+        bound_of: what counts by itself for `bound_ms`: the ``"launches"`` of ours, of which one may compute several
+            operations, or in older records every one of the ``"operations"``.
     """
 
     model: str
@@ -89,6 +92,7 @@ class Row:
     eager_error: float
     entries: list[Entry]
     failed: dict[str, str] = field(default_factory=dict)
+    bound_of: Literal["launches", "operations"] = "operations"
 
     @property
     def kind(self) -> Kind:
@@ -165,8 +169,9 @@ class Report:
 
 
 def _made(kind: Any, values: Mapping[str, Any]) -> Any:
-    known = {each.name for each in fields(kind)}
-    wrong = sorted(known ^ values.keys())
+    known = {each.name: each for each in fields(kind)}
+    needed = {name for name, each in known.items() if each.default is MISSING and each.default_factory is MISSING}
+    wrong = sorted((values.keys() - known.keys()) | (needed - values.keys()))
     if wrong:
         raise ValueError(f"{kind.__name__.lower()} of a report: missing or unknown {', '.join(wrong)}")
     return kind(**values)

@@ -127,7 +127,7 @@ STAGES = (
     Stage(name="+ conv-BN", folded=_every, wrapper=AddReluApart, torch="folded"),
     Stage(name="+ conv-add-ReLU", folded=_every, wrapper=lambda ops: ops),
 )
-"""From every operation in a kernel of its own (``fuse=False``) to `cupy_resnet.load`'s default."""
+"""From every operation in a kernel of its own (``fuse=False``) to what `cupy_resnet.load` fuses in fp32."""
 
 
 def bind_stage(stage: Stage, network: Network, state: Mapping[str, np.ndarray], ops: Any) -> Network:

@@ -13,6 +13,7 @@ from ...networks import Network
 from ..ceilings import Ceilings, ceilings
 from ..clock import Clock, clock_of
 from ..machine import describe_machine
+from .bounds import bounds
 from .results import Profile, ProfiledOp, Roof
 from .timed_ops import TimedOps, Timing
 
@@ -133,8 +134,9 @@ def join(
     medians = [statistics.median(column) for column in samples]
     total = sum(medians)
     ops = []
-    for step, block, column, median in zip(explanation, blocks, samples, medians, strict=True):
-        bound, bound_us = roof.bound(step.record.flops, step.record.nbytes)
+    for step, block, column, median, (bound, bound_us) in zip(
+        explanation, blocks, samples, medians, bounds(explanation, roof), strict=True
+    ):
         ops.append(
             ProfiledOp(
                 block=block,

@@ -68,7 +68,7 @@ class ProfiledOp:
         kernel: that computed it.
         config: the kernel's configuration, as text.
         flops: floating-point operations of the direct convolution, a multiply-add counted as two.
-        nbytes: the fewest bytes to move: every input and the output once.
+        nbytes: the fewest bytes to move: every input and the output once; nothing that stays within a kernel.
         samples_us: the time of each sample in µs, alone on an idle device.
         bound: ``"memory"`` or ``"compute"``: what the roofline says it cannot be faster than.
         bound_us: the least time in µs that this allows.
@@ -87,6 +87,15 @@ class ProfiledOp:
     bound: str
     bound_us: float
     share: float
+
+    @property
+    def short_layer(self) -> str:
+        """`layer` for where there is little room: of several, a block is named where it begins only."""
+        names, told, block = self.layer.split(" + "), [], ""
+        for name in names:
+            told.append(name.removeprefix(block) if block else name)
+            block = "".join(f"{part}." for part in name.split(".")[:2])
+        return " + ".join(told)
 
     @property
     def median_us(self) -> float:
@@ -161,6 +170,11 @@ class Profile:
         return sum(op.median_us for op in self.ops)
 
     @property
+    def bound_us(self) -> float:
+        """The least time in µs that the roofline allows the operations, one after the other."""
+        return sum(op.bound_us for op in self.ops)
+
+    @property
     def median_whole_us(self) -> float:
         """Median time of the whole pass in µs."""
         return statistics.median(self.whole_us)
@@ -199,6 +213,7 @@ class Profile:
             "fuse": self.fuse,
             "method": METHOD,
             "sum_us": self.sum_us,
+            "bound_us": self.bound_us,
             "median_whole_us": self.median_whole_us,
             "whole_us": list(self.whole_us),
             "empty_us": self.empty_us,
