@@ -65,8 +65,9 @@ def load(
         fuse: whether BatchNorm is folded into the convolutions, and residual and ReLU are computed with them.
         plan: whether a forward pass on the GPU is captured as a CUDA graph at the first call of each shape, and
             replayed afterwards; see `cupy_resnet.plan`.
-        tune: whether convolutions not yet timed on this GPU are timed at the first call of each shape, once; the
-            results are kept for later processes. Without effect on the NumPy engine or with a kernel asked for by name.
+        tune: whether convolutions not yet timed on this GPU are timed at the first call of each shape, once, alone and
+            then within the captured pass; the results are kept for later processes. Without effect on the NumPy engine
+            or with a kernel asked for by name.
         strict: whether a convolution that `kernel` does not support is an error.
         num_classes: by default what the classifier in `weights` has.
         in_channels: by default what the first filter in `weights` has.
@@ -122,7 +123,8 @@ def load(
     if tune and ops.name == "cuda" and kernel == "auto":
         from .tuning import Tuner
 
-        tuner = Tuner(bound, cast("CudaEngine", ops).precision, cast("CudaEngine", ops).device)
+        cuda = cast("CudaEngine", ops)
+        tuner = Tuner(bound, cuda.precision, cuda.device, ops=cuda if plan else None)
     logger.info("%s: %d tensors of %s on the %s engine", name, len(state), found.name, ops.name)
     return Model(
         bound,

@@ -145,6 +145,12 @@ class Runner:
             with lost_context_explained():
                 raise
 
+    @property
+    def planned(self) -> list[tuple[int, ...]]:
+        """(N, H, W) of the passes that are captured, the least recently used first."""
+        with self._lock:
+            return list(self._plans)
+
     def drop(self) -> bool:
         """Drops all plans and gives their memory back to the GPU. Returns whether there were any."""
         with self._lock:

@@ -104,7 +104,7 @@ ARROWS = {
     "conv2d.tuned": {"environment", "jit"},
     "tuning": {
         *("binding", "conv2d", "engines.base", "engines.cuda_engine", "engines.shape_engine", "errors", "jit"),
-        *("networks", "weights_store.writing"),
+        *("networks", "plan", "weights_store.writing"),
     },
     "jit": {"environment", "errors", "resources"},
 }
@@ -132,6 +132,7 @@ LIBRARIES = {
             "jit.toolchain",
             "tuning.bench",
             "tuning.operands",
+            "tuning.passes",
             "proof.machine",
             *(f"proof.bench.{m}" for m in ("fusion", "ladder", "meters")),
         ),

@@ -248,7 +248,7 @@ def test_the_command_counts_no_convolution_twice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("cupy_resnet.tuning.GpuBench", lambda cold_l2: FakeBench(lambda workload, candidate: 1.0))
-    done = run_here(monkeypatch, capsys, "tune", "resnet50", "--batch", "2", "--size", "64")
+    done = run_here(monkeypatch, capsys, "tune", "resnet50", "--batch", "2", "--size", "64", "--no-in-network")
     workloads = network_problems(describe("resnet50"), (2, 3, 64, 64), "fp16", H100)
     assert any(isinstance(workload.problem, Conv2dPair) for workload in workloads)
     total = sum(counted_alone({workload.problem: workload.count for workload in workloads}).values())

@@ -224,6 +224,6 @@ def test_the_command_adds_up_one_pass(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(
         "cupy_resnet.tuning.GpuBench", lambda cold_l2: FakeBench(lambda w, candidate: float(steps(w.problem)))
     )
-    done = run_here(monkeypatch, capsys, "tune", "resnet50", "--batch", "2", "--size", "256")
+    done = run_here(monkeypatch, capsys, "tune", "resnet50", "--batch", "2", "--size", "256", "--no-in-network")
     total = float(4 * 4 + 3 * 12)  # a downsample in 4 blocks, 3 in all
     assert f"N = 2: {total:.1f} → {total:.1f} µs for those of one forward pass, 1.00×" in done.out

@@ -1,23 +1,36 @@
 """`cupy-resnet tune`, on a bench without a GPU."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_support import Outcome, run, run_here
-from tuning_support import FakeBench, fresh_tables, rank
+from tuning_support import FakeBench, FakePasses, fresh_tables, rank
 
 from cupy_resnet.conv2d import H100, choose, tuned
-from cupy_resnet.networks import describe
+from cupy_resnet.conv2d.problem import Problem
+from cupy_resnet.networks import Network, describe
 from cupy_resnet.tuning import Candidate, Workload, candidates, network_problems
+from cupy_resnet.tuning.workloads import Running, running
 
 Tune = Callable[..., Outcome]
+Pass = Mapping[Problem, Running]
 
 
 def second_best(workload: Workload, candidate: Candidate) -> float:
     """Times by which the cost model is always wrong."""
     return {0: 20.0, 1: 10.0}.get(rank(workload.problem, candidate), 30.0)
+
+
+def fake_passes(
+    bench: FakeBench, time: Callable[[Pass], float], network: Network, ops: str, shape: tuple[int, int, int, int]
+) -> AbstractContextManager[FakePasses]:
+    """Passes of what `bind_at_random` was given: the precision is in the place of the engine."""
+    return nullcontext(FakePasses(partial(running, network, shape, ops, H100), time, bench))
 
 
 @pytest.fixture
@@ -29,8 +42,17 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def tune(cache_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tune:
     """Runs the command on a bench that takes its times from `second_best`, or another function."""
 
-    def call(*arguments: str, time: Callable[[Workload, Candidate], float] = second_best) -> Outcome:
-        monkeypatch.setattr("cupy_resnet.tuning.GpuBench", lambda cold_l2: FakeBench(time))
+    def call(
+        *arguments: str,
+        time: Callable[[Workload, Candidate], float] = second_best,
+        pass_time: Callable[[Pass], float] = lambda pass_: 1000.0,
+    ) -> Outcome:
+        bench = FakeBench(time)
+        monkeypatch.setattr("cupy_resnet.tuning.GpuBench", lambda cold_l2: bench)
+        monkeypatch.setattr(
+            "cupy_resnet.tuning.bind_at_random", lambda network, precision, device_id: (network, precision)
+        )
+        monkeypatch.setattr("cupy_resnet.tuning.GpuPasses", partial(fake_passes, bench, pass_time))
         return run_here(monkeypatch, capsys, "tune", *arguments)
 
     return call
@@ -53,6 +75,53 @@ def test_what_changed_against_the_cost_model_and_what_that_gains(tune: Tune) -> 
     assert done.err == f"wrote {tuned.own_path(H100.name)}\n"
 
 
+FIRST = network_problems(describe("resnet20"), (8, 3, 32, 32), "fp16", H100)[0].problem
+
+
+def first_in_the_network(pass_: Pass) -> float:
+    """Passes by which the cost model's choice, which is not the fastest alone, would be better for one convolution."""
+    return 1000.0 - 20.0 * (rank(FIRST, pass_[FIRST].candidate) == 0 if FIRST in pass_ else False)
+
+
+def close_behind(workload: Workload, candidate: Candidate) -> float:
+    return {0: 11.0, 1: 10.0}.get(rank(workload.problem, candidate), 30.0)
+
+
+def test_what_is_better_in_the_network_is_told_and_kept(tune: Tune, tmp_path: Path) -> None:
+    path = tmp_path / "tuned_h100.json"
+    given: dict[str, Any] = {"time": close_behind, "pass_time": first_in_the_network}
+    done = tune("resnet20", "--batch", "1,8", "--output", str(path), **given)
+    assert done.status == 0, done.err
+    first, second = candidates(FIRST, H100, spread_nan=True)[:2]
+    lines = done.out.splitlines()
+    assert f"in the network {FIRST}: {first} in place of {second}" in lines
+    assert any(line.startswith("N = 1: 1000.0 → 1000.0 µs for a whole pass, 1.00×; 0 of ") for line in lines)
+    assert any(line.startswith("N = 8: 1000.0 → 980.0 µs for a whole pass, 1.02×; 1 of ") for line in lines)
+    assert choose(FIRST, H100, spread_nan=True).config == first.config
+    for table in (path, tuned.own_path(H100.name)):
+        (kept,) = (e for e in tuned.Table.parse(table.read_bytes()).entries.values() if e.problem == FIRST)
+        assert (kept.config_among([first.config]), kept.microseconds) == (first.config, 11.0)
+    assert tuned._kept.get(H100.name, {}) == {}
+
+
+def test_json_tells_of_the_network_too(tune: Tune) -> None:
+    given: dict[str, Any] = {"time": close_behind, "pass_time": first_in_the_network}
+    document = json.loads(tune("resnet20", "--batch", "8", "--json", **given).out)
+    told = document["in_network"]["8"]
+    assert (told["microseconds_before"], told["microseconds"]) == (1000.0, 980.0)
+    (change,) = told["changes"]
+    first, second = candidates(FIRST, H100, spread_nan=True)[:2]
+    assert change == {"problem": str(FIRST), "before": str(second), "after": str(first), "ratio": 0.98}
+
+
+def test_without_the_network_no_pass_is_captured(tune: Tune) -> None:
+    given: dict[str, Any] = {"time": close_behind, "pass_time": first_in_the_network}
+    done = tune("resnet20", "--batch", "8", "--no-in-network", **given)
+    assert done.status == 0
+    assert "network" not in done.out
+    assert choose(FIRST, H100, spread_nan=True).config == candidates(FIRST, H100, spread_nan=True)[1].config
+
+
 def test_it_is_followed_afterwards(tune: Tune) -> None:
     tune("resnet20", "--batch", "3")
     tuned.forget()
@@ -70,7 +139,7 @@ def test_where_the_model_was_right_there_is_no_table(tune: Tune) -> None:
     )
     assert "gain" not in done.out
     assert "for 0 another configuration than the cost model's is fastest." in done.out
-    assert done.out.rstrip().endswith("1.00×")
+    assert [line.endswith(" 1.00×") for line in done.out.splitlines() if "those of one forward pass" in line] == [True]
 
 
 def test_json_tells_the_same(tune: Tune) -> None:

@@ -7,12 +7,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cupy_resnet.conv2d import H100, Conv2dProblem, Device, tuned
 from cupy_resnet.conv2d.problem import Problem
 from cupy_resnet.conv2d.tuned import Entry, config_fields
 from cupy_resnet.tuning import Candidate, Workload, candidates, remembering
+from cupy_resnet.tuning.workloads import Running
 
 LAYER = Conv2dProblem(N=8, H=14, W=14, C=256, K=256, R=3, S=3, pad_h=1, pad_w=1, precision="fp16")
 PLAIN = Conv2dProblem(N=8, H=14, W=14, C=256, K=256, R=3, S=3, pad_h=1, pad_w=1)
@@ -68,6 +70,7 @@ class FakeBench:
 
     time: Callable[[Workload, Candidate], float]
     device: Device = H100
+    device_id: int = 0
     rejected: Callable[[Workload, Sequence[Candidate]], Mapping[Candidate, str]] = lambda workload, candidates: {}
     seconds_per_sample: float = 0.001
     now: float = 0.0
@@ -94,3 +97,56 @@ class FakeRace:
         self.bench.samples.append(candidate)
         self.bench.now += self.bench.seconds_per_sample
         return self.bench.time(self.workload, candidate)
+
+
+@dataclass
+class FakePasses:
+    """Captures nothing, but what a pass would launch by the tables of that moment; times come from a function.
+
+    Args:
+        now: what a pass would launch.
+        time: microseconds of a pass.
+        logits: its result.
+        failure: called with what is to be captured, and may raise.
+        bench: the clock that advances with each sample.
+    """
+
+    now: Callable[[], dict[Problem, Running]]
+    time: Callable[[Mapping[Problem, Running]], float]
+    bench: FakeBench
+    logits: Callable[[Mapping[Problem, Running]], np.ndarray] = lambda pass_: np.ones((2, 3), np.float32)
+    failure: Callable[[Mapping[Problem, Running]], None] = lambda pass_: None
+    captured: list["FakePass"] = field(default_factory=list)
+    samples: int = 0
+
+    def capture(self) -> "FakePass":
+        pass_ = self.now()
+        self.failure(pass_)
+        assert self.open < 2, "more than two are captured at once"
+        self.captured.append(FakePass(self, pass_))
+        return self.captured[-1]
+
+    @property
+    def open(self) -> int:
+        return sum(pass_.alive for pass_ in self.captured)
+
+
+@dataclass
+class FakePass:
+    passes: FakePasses
+    launched: Mapping[Problem, Running]
+    alive: bool = True
+
+    @property
+    def logits(self) -> np.ndarray:
+        return self.passes.logits(self.launched)
+
+    def sample(self) -> float:
+        assert self.alive
+        self.passes.samples += 1
+        self.passes.bench.now += self.passes.bench.seconds_per_sample
+        return self.passes.time(self.launched)
+
+    def close(self) -> None:
+        assert self.alive
+        self.alive = False

@@ -1,5 +1,7 @@
 """`cupy-resnet tune`: times kernels on this GPU, and remembers which was fastest."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +17,8 @@ from .networks import SizeOption
 from .options import JsonOption, ModelArgument, one_of
 
 if TYPE_CHECKING:
-    from ..tuning import Bench, Report, Result, Workload
+    from ..networks import Network
+    from ..tuning import Bench, InNetwork, Report, Result, Workload
 
 
 def _check_batches(text: str) -> str:
@@ -46,8 +49,19 @@ def tune(
         ),
     ] = "auto",
     budget: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="Time to measure for; compiling comes on top.")
+        float,
+        typer.Option(
+            min=0.1, metavar="SECONDS", help="Time to measure for, in the network included; compiling comes on top."
+        ),
     ] = 60.0,
+    in_network: Annotated[
+        bool,
+        typer.Option(
+            "--in-network/--no-in-network",
+            help="Then capture whole passes too, each with another of the kernels that are about as fast alone, and "
+            "keep what makes the pass faster. Takes half of the budget.",
+        ),
+    ] = True,
     cold_l2: Annotated[
         bool, typer.Option("--cold-l2", help="Let no kernel find its input in the cache, not only its filter.")
     ] = False,
@@ -56,7 +70,7 @@ def tune(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time the kernels for a network's convolutions on this GPU, and remember the fastest.
+    """Time the kernels for a network's convolutions on this GPU, alone and in the network, and remember the fastest.
 
     Later runs on this GPU follow what was found, until a kernel's source changes. Needs no weights.
     Exit status 1 if nothing could be timed.
@@ -74,17 +88,25 @@ def tune(
     workloads = [w for shape in shapes for w in tuning.network_problems(network, shape, precision, bench.device)]
     table: Path | None = None
 
-    def keep(result: "Result") -> None:  # at once: who interrupts loses nothing
+    def keep(found: "Result | InNetwork") -> None:  # at once: who interrupts loses nothing
         nonlocal table
-        table = tuning.remember(gpu, [result.entry])
+        table = tuning.remember(gpu, [found.entry] if isinstance(found, tuning.Result) else found.entries)
 
-    report = _tune_with_progress(workloads, bench, budget, keep)
+    alone = (1 - tuning.in_network.SHARE) * budget if in_network else budget
+    report = _tune_with_progress(workloads, bench, alone, keep)
+    entries, passes = report.entries, dict[int, "InNetwork"]()
+    if in_network and report.results:
+        passes = _tune_in_network(network, shapes, precision, bench, report, budget - report.seconds, keep)
+        entries = [*entries, *(entry for found in passes.values() for entry in found.entries)]
     if output is not None:
-        tuning.write_table(Path(output), gpu, report.entries)
+        tuning.write_table(Path(output), gpu, entries)
     if as_json:
-        print_json({"model": model, "precision": precision, **_as_dict(report), "table": table and str(table)})
+        document = {"model": model, "precision": precision, **_as_dict(report), "table": table and str(table)}
+        print_json(document | {"in_network": {images: _pass_as_dict(found) for images, found in passes.items()}})
     else:
         _print_report(report)
+        for images, found in passes.items():
+            _print_pass(images, found)
     for workload, reason in report.skipped.items():
         say(f"skipped {workload.problem}: {reason}")
     for written in (table, output):
@@ -112,6 +134,75 @@ def _tune_with_progress(workloads: "list[Workload]", bench: "Bench", budget: flo
 
         with jit.on_compile(show_compilation):
             return tuning.tune(workloads, bench, budget_s=budget, progress=show, found=found)
+
+
+def _tune_in_network(
+    network: "Network",
+    shapes: list[tuple[int, int, int, int]],
+    precision: str,
+    bench: "Bench",
+    report: "Report",
+    budget: float,
+    keep: Callable[["InNetwork"], None],
+) -> "dict[int, InNetwork]":
+    """Number of images to what whole passes of so many have shown; each has its share of the budget."""
+    from .. import tuning
+
+    found: dict[int, InNetwork] = {}
+    begin = time.monotonic()
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("binding random weights")
+        bound, ops = tuning.bind_at_random(network, precision, bench.device_id)
+        for place, shape in enumerate(shapes):
+            left = budget - (time.monotonic() - begin)
+
+            def show(done: int, total: int, workload: "Workload") -> None:
+                bar.update(task, completed=done, total=total, description=f"in the network {workload.problem}")
+
+            try:
+                with tuning.GpuPasses(bound, ops, shape) as passes:
+                    found[shape[0]] = tuning.tune_in_network(
+                        *(network, shape, precision, bench, passes),
+                        results=report.results,
+                        budget_s=left / (len(shapes) - place),
+                        progress=show,
+                    )
+                if found[shape[0]].changes:
+                    keep(found[shape[0]])
+            except MemoryError as error:
+                say(f"N = {shape[0]} is not tuned in the network: {error}")
+    return found
+
+
+def _print_pass(images: int, found: "InNetwork") -> None:
+    for change in found.changes:
+        before = "its pieces" if change.before is None else change.before
+        typer.echo(f"in the network {change.workload.problem}: {change.after} in place of {before}")
+    share = found.after / found.before
+    typer.echo(
+        f"N = {images}: {found.before:.1f} → {found.after:.1f} µs for a whole pass, {1 / share:.2f}×; "
+        f"{len(found.changes)} of {found.duels} duels were won."
+    )
+
+
+def _pass_as_dict(found: "InNetwork") -> dict[str, Any]:
+    return {
+        "microseconds_before": found.before,
+        "microseconds": found.after,
+        "duels": found.duels,
+        "margin": found.margin,
+        "seconds": found.seconds,
+        "changes": [
+            {
+                "problem": str(change.workload.problem),
+                "before": change.before and str(change.before),
+                "after": str(change.after),
+                "ratio": change.ratio,
+            }
+            for change in found.changes
+        ],
+    }
 
 
 def _print_report(report: "Report") -> None:

@@ -57,6 +57,8 @@ class Bench(Protocol):
     """What `tune` times with."""
 
     device: Device
+    device_id: int
+    """Number of the GPU."""
 
     def race(self, workload: Workload, candidates: Sequence[Candidate]) -> AbstractContextManager[Race]:
         """Prepares candidates, and frees what they took at the end.

@@ -1,6 +1,6 @@
 """What races on a workload: the configurations that may be fastest, and for what may be one kernel its pieces too."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..conv2d import Conv2dPair, Conv2dProblem, Device, back_to_back, choose, choose_shortcut
@@ -28,6 +28,12 @@ class Candidate:
 
     variant: str
     config: Config
+
+    @property
+    def launched(self) -> Hashable:
+        """What two candidates for one problem have in common that launch the same: what is compiled, and the grid."""
+        by_launch = (getattr(self.config, name, 1) for name in ("split_k_slices", "merged_groups"))
+        return self.variant, frozenset(self.config.defines().items()), *by_launch
 
     def __str__(self) -> str:
         return f"{self.variant}, {self.config}"

@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from ..binding import bind_shapes
 from ..conv2d import PRECISIONS, Conv2dPair, Conv2dProblem, Device
@@ -16,6 +17,7 @@ from ..engines.cuda_engine import precision_obstacle, resolve_precision
 from ..engines.shape_engine import OpRecord, ShapeArray, ShapeEngine
 from ..errors import EngineUnavailableError, UnsupportedProblemError
 from ..networks import Network
+from .entrants import Candidate, together
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,45 @@ def network_problems(
     bound = bind_shapes(network, fuse=fuse)
     walks = [_walk(bound, (N, H, W, C), precision, fusions) for fusions in possible_fusions(device, stem)]
     return workloads(walks) if N > 0 else []
+
+
+@dataclass(frozen=True)
+class Running:
+    """How a pass computes a problem: how often, and by which kernel."""
+
+    count: int
+    candidate: Candidate
+
+
+def running(
+    network: Network, shape: tuple[int, int, int, int], precision: str, device: Device, *, fuse: bool = True
+) -> dict[Problem, Running]:
+    """Returns what a forward pass launches as tables and cost model choose now, in the order of the pass.
+
+    What is computed as part of a larger problem is not there, nor what is computed in pieces. Arguments are those of
+    `network_problems`.
+
+    Raises:
+        ValueError: a shape that the network cannot run.
+    """
+    network.check_input(shape)
+    N, C, H, W = shape
+    fusions = Fusions(
+        stem=supports_stem(PRECISIONS[precision], (N, H, W, C), network.stem.krsc_shape, device)[0],
+        shortcut=lambda problem: together(problem, device, spread_nan=True) is not None,
+        back_to_back=lambda pair: together(pair, device, spread_nan=True) is not None,
+    )
+    found: dict[Problem, Running] = {}
+    for record in _walk(bind_shapes(network, fuse=fuse), (N, H, W, C), precision, fusions):
+        problem = _problem(record)
+        if problem in found:
+            found[problem] = replace(found[problem], count=found[problem].count + 1)
+        elif problem is not None:
+            with suppress(UnsupportedProblemError):  # a classifier that this GPU computes in another arithmetic
+                candidate = together(problem, device, spread_nan=record.as_conv2d is None)
+                assert candidate is not None, "the walk would have taken it apart"
+                found[problem] = Running(1, candidate)
+    return found
 
 
 def possible_fusions(device: Device, stem: bool) -> Iterator[Fusions]:

@@ -9,9 +9,23 @@ import numpy as np
 import pytest
 from tuning_support import fresh_tables
 
-from cupy_resnet.conv2d import PRECISIONS, VARIANTS, Conv2dProblem, choose
-from cupy_resnet.networks import describe, random_state_dict
-from cupy_resnet.tuning import Candidate, GpuBench, Tuner, Workload, candidates, network_problems, remember, tune
+from cupy_resnet.conv2d import PRECISIONS, VARIANTS, Conv2dProblem, choose, tuned
+from cupy_resnet.conv2d.variants import Filter
+from cupy_resnet.networks import Network, describe, random_state_dict
+from cupy_resnet.tuning import (
+    Candidate,
+    GpuBench,
+    GpuPasses,
+    Tuner,
+    Workload,
+    bind_at_random,
+    candidates,
+    network_problems,
+    remember,
+    tune,
+    tune_in_network,
+)
+from cupy_resnet.tuning.workloads import running
 
 pytestmark = pytest.mark.gpu
 
@@ -145,3 +159,45 @@ def test_the_slowest_is_not_chosen() -> None:
     with bench.race(Workload(problem), [result.best, result.standings[-1].entrant]) as race:
         fast, slow = ([race.sample(s) for _ in range(9)] for s in (result.best, result.standings[-1].entrant))
     assert statistics.median(fast) < statistics.median(slow)
+
+
+def test_what_is_tuned_in_the_network_is_right_and_leaves_nothing_behind() -> None:
+    """In few seconds, with times of this GPU: what it finds differs from run to run, what holds of that does not."""
+    bench = GpuBench()
+    network, shape, gpu = describe("resnet20"), (8, 3, 32, 32), bench.device.name
+    bound, engine = bind_at_random(network, "fp16", bench.device_id)
+    x = engine.upload(np.random.default_rng(0).standard_normal((8, 32, 32, 3), np.float32))
+    before, forms = engine.to_numpy(bound(engine, x)[0]), filter_forms(bound)
+    followed = running(network, shape, "fp16", bench.device)
+    seen: list[Workload] = []
+    with GpuPasses(bound, engine, shape) as passes:
+        first, second = passes.capture(), passes.capture()
+        np.testing.assert_array_equal(first.logits, second.logits)
+        assert 1 < first.sample() < 10_000
+        second.close()
+        first.close()
+        found = tune_in_network(
+            *(network, shape, "fp16", bench, passes),
+            budget_s=8.0,
+            progress=lambda done, total, workload: seen.append(workload),
+        )
+    assert seen
+    assert found.after <= found.before
+    assert tuned._kept.get(gpu, {}) == {}
+    assert not tuned.own_path(gpu).exists()
+    assert running(network, shape, "fp16", bench.device) == followed
+    assert filter_forms(bound) == forms
+    for entry in found.entries:
+        assert tuned.Entry.from_dict(entry.as_dict()) == entry
+    remember(gpu, found.entries)
+    now = running(network, shape, "fp16", bench.device)
+    for change in {change.workload.problem: change for change in found.changes}.values():
+        chosen = now.get(change.workload.problem)
+        assert chosen is None or chosen.candidate.launched == change.after.launched
+    after = engine.to_numpy(bound(engine, x)[0])
+    np.testing.assert_allclose(after, before, rtol=0, atol=2e-2 * np.abs(before).max())
+
+
+def filter_forms(network: Network) -> dict[str, int]:
+    """How many forms kernels have derived from each filter."""
+    return {layer.name: len(layer.weight.packed) for layer in network.layers() if isinstance(layer.weight, Filter)}
