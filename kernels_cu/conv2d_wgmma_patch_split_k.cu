@@ -213,6 +213,7 @@ extern "C" __global__ void __cluster_dims__(1, 1, SPLIT_K_CLUSTER) __launch_boun
     written_for_storing();
     __syncthreads();
     if (threadIdx.x == 0) barrier_arrive_expecting(shared_address(&barriers.received), Received::BYTES);
+    __syncwarp();
     cluster_arrive_relaxed();
     const Tile tile(blockIdx.x, (params.K + FILTERS - 1) / FILTERS, shape);
     const int all_chunks = params.C / SLICE_CHANNELS, rank = blockIdx.z;
