@@ -141,8 +141,8 @@ __device__ __forceinline__ void send(const float (&sums)[HALF_PIXELS / 2], unsig
 __device__ __forceinline__ int pixel_of(int column, const Tile& tile, const PatchTile& shape, const Conv2dParams& params) {
     const int line = column / shape.columns, q = column - line * shape.columns;
     const int lines = shape.images == 1 ? shape.rows : shape.patch_rows;  // of an image, zeros included
-    const int image = line / lines, n = tile.n + image, p = tile.p + line - image * lines;
-    const bool exists = q < params.Q && image < shape.images && p < params.P && n < params.N;
+    const int image = line / lines, row = line - image * lines, n = tile.n + image, p = tile.p + row;
+    const bool exists = q < params.Q && row < shape.rows && image < shape.images && p < params.P && n < params.N;
     return exists ? (n * params.P + p) * params.Q + q : -1;
 }
 

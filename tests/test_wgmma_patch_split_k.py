@@ -1,4 +1,4 @@
-"""conv2d_wgmma_patch_split_k without a GPU: where it is offered, and what its file and the launch agree on."""
+"""conv2d_wgmma_patch_split_k without a GPU: where it is offered, its names, and what its file and the launch agree on."""
 
 import json
 import re
@@ -60,14 +60,12 @@ def test_it_is_offered_where_there_are_few_tiles(precision: str) -> None:
         for config in split(problem):
             tiles = tile_in(problem, config).pixel_tiles * -(-problem.K // 64)
             assert tiles * config.split_k_slices <= 2 * H100.sm_count
-            assert config.split_k_slices <= problem.C // 64
+            assert problem.C // 64 >= config.split_k_slices
 
 
 def test_it_is_expected_to_win_where_tiles_are_few() -> None:
     for problem in (DEEP, replace(DEEP, N=1), replace(DEEP, N=1, H=14, W=14, C=256, K=256)):
-        whole = min(
-            cost(problem, H100, config) for config in WGMMA_PATCH if config in VARIANT.candidates(problem, H100)
-        )
+        whole = min(cost(problem, H100, config) for config in WGMMA_PATCH if config in VARIANT.candidates(problem, H100))
         assert min(cost(problem, H100, config) for config in split(problem)) < whole
 
 

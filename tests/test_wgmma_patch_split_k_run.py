@@ -89,22 +89,14 @@ SHARED_OUT, ODD = CONFIGS["64x2"], CONFIGS["208x8"]
 """Blocks that share a tile, and such that share eights of its columns."""
 
 MISTAKES = {
-    "a slice is not waited for": (
-        SHARED_OUT,
-        "barrier_wait(shared_address(&barriers.full[stage.stage]), stage.parity);",
-        "",
-    ),
+    "a slice is not waited for": (SHARED_OUT, "barrier_wait(shared_address(&barriers.full[stage.stage]), stage.parity);", ""),
     "a patch is not waited for": (
         SHARED_OUT,
         "barrier_wait(shared_address(&barriers.patch_full[patch.stage]), patch.parity);",
         "",
     ),
     "a slice is given back before it has been read": (SHARED_OUT, "warpgroup_wait<1>();", "warpgroup_wait<3>();"),
-    "one consumer gives back slices for both": (
-        SHARED_OUT,
-        "barriers.empty[i]), CONSUMERS);",
-        "barriers.empty[i]), 1);",
-    ),
+    "one consumer gives back slices for both": (SHARED_OUT, "barriers.empty[i]), CONSUMERS);", "barriers.empty[i]), 1);"),
     "one consumer gives back patches for both": (
         SHARED_OUT,
         "barriers.patch_empty[i]), CONSUMERS);",
@@ -122,7 +114,7 @@ MISTAKES = {
     ),
     "sums are sent before they are complete": (SHARED_OUT, "warpgroup_wait<0>();", ""),
     "the other blocks may not have begun": (SHARED_OUT, "cluster_wait();  // all blocks", "// all blocks"),
-    "partial sums are not waited for": (SHARED_OUT, "    }\n    barrier_wait(all_received, 0);", "    }"),
+    "partial sums are not waited for": (SHARED_OUT, "    barrier_wait(all_received, 0);\n#pragma unroll\n    for (int pass = 0; pass < PASSES; ++pass) {\n        if (offsets", "#pragma unroll\n    for (int pass = 0; pass < PASSES; ++pass) {\n        if (offsets"),
     "patches come too early": (SHARED_OUT, "wait_for_earlier_kernels();\n    for", "for"),
     "y is stored too early": (SHARED_OUT, "wait_for_earlier_kernels();  //", "//"),
     "zeros behind a patch are left out": (SHARED_OUT, "i < shape.patch_bytes;", "i < 0;"),
@@ -130,7 +122,7 @@ MISTAKES = {
     "both blocks have the first channels": (SHARED_OUT, "begin * SLICE_CHANNELS, chunks", "0, chunks"),
     "a tap's channels begin elsewhere": (SHARED_OUT, "c0 + chunk * SLICE_CHANNELS, tile.k", "c0, tile.k"),
     "zeros between rows are outputs": (SHARED_OUT, "q < params.Q && ", ""),
-    "zeros between images are outputs": (CONFIGS["128x1"], "p < params.P && ", ""),
+    "zeros between images are outputs": (CONFIGS["128x1"], "row < shape.rows && ", ""),
     "what is behind the last image is an output": (CONFIGS["128x1"], " && n < params.N", ""),
     "an eight is not cut in two": (ODD, "row >= SHARE) row -= SHARE, ++rank;", "false) ;"),
     "filters stay as they lie in registers": (

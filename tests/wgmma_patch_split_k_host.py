@@ -42,8 +42,7 @@ void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int c, in
             for (int column = w; column < w + shape.columns; ++column) {
                 rows.resize(rows.size() + 64);
                 if (image >= params.N || line < 0 || line >= params.H || column < 0 || column >= params.W) continue;
-                const long pixel = (long(image) * params.H + line) * params.W + column;
-                std::copy_n(&x[pixel * params.C + c], 64, &rows.end()[-64]);
+                std::copy_n(&x[((long(image) * params.H + line) * params.W + column) * params.C + c], 64, &rows.end()[-64]);
             }
         }
     }
@@ -52,9 +51,8 @@ void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int c, in
 }
 void run() {
     if (2 * shape.patch_bytes + shape.num_stages * 8192 + 256 * PIXELS + 1024 > SHARED) fail("there is no such memory");
-    const Value* const added = in_place ? y.data() : with_residual ? residual.data() : nullptr;
-    const float* const biases = with_bias ? bias.data() : nullptr;
-    conv2d_wgmma_patch_split_k({PIXELS_OF_X}, {FILTER}, biases, added, y.data(), shape, params);
+    conv2d_wgmma_patch_split_k({PIXELS_OF_X}, {FILTER}, with_bias ? bias.data() : nullptr,
+                               in_place ? y.data() : with_residual ? residual.data() : nullptr, y.data(), shape, params);
     self().ended = true;
     rest();
 }

@@ -162,8 +162,8 @@ def _wgmma_patch_microseconds(problem: Conv2dProblem, device: Device, config: co
 
 
 WGMMA_PATCH_SPLIT_K_MICROSECONDS = 2.0
-"""For a block beside its slices of channels: until the first has come, and from the last until all parts are added up:
-a guess."""
+"""For a block beside its slices of channels: until the first has come, and from the last until all parts are added up; a
+guess."""
 
 L2_BYTES_PER_MICROSECOND = 6.0e6
 INGRESS_BYTES_PER_MICROSECOND = 1.1e5

@@ -72,7 +72,9 @@ class PatchTile:
 
 
 @lru_cache(maxsize=4096)
-def patch_tile(problem: Conv2dProblem, pixels: int, shared_limit: int, split_k_slices: int = 0) -> PatchTile | None:
+def patch_tile(
+    problem: Conv2dProblem, pixels: int, shared_limit: int, split_k_slices: int = 0
+) -> PatchTile | None:
     """Returns the largest tile whose pixels and zeros are at most `pixels` columns, or None where there is none.
 
     Args:
@@ -136,7 +138,7 @@ def _stages(problem: Conv2dProblem, room: int, shared_limit: int, split_k_slices
     if split_k_slices:
         other = (shared_limit + _SYSTEM_SHARED) // _BLOCKS_AT_A_TIME
         beside = (room - other) // size
-        found = min(found, beside) if beside >= min(most, max(taps, _MIN_STAGES)) else found
+        found = min(found, beside) if beside >= min(most, taps) else found
     return found
 
 
@@ -216,8 +218,8 @@ class WgmmaPatch(HopperVariant):
 
 
 def splits_well(problem: Conv2dProblem, device: Device, tile: PatchTile, split_k_slices: int) -> bool:
-    """Whether conv2d_wgmma_patch_split_k has channels for each block, and no more blocks than run at a time."""
-    enough = split_k_slices <= problem.C // configs.WgmmaPatchConfig.CHANNELS
+    """Whether conv2d_wgmma_patch_split_k has a slice of channels for each block, and no more blocks than run at a time."""
+    enough = problem.C // configs.WgmmaPatchConfig.CHANNELS >= split_k_slices
     tiles = tile.pixel_tiles * blocks(problem.K, configs.WgmmaPatchConfig.FILTERS)
     return enough and tiles * split_k_slices <= _BLOCKS_AT_A_TIME * device.sm_count
 

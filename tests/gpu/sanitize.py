@@ -115,12 +115,8 @@ def few(candidates: Any) -> Iterator[Any]:
     for forms in groups.values():
         tiles = list(forms.values())
         clustered = [tile for tile in tiles if any(getattr(config, "cluster", False) for config in tile)]
-        whole = [tile for tile in tiles if not all(getattr(config, "cluster", False) for config in tile)]
-        ends = (*whole[:1], *whole[-1:], *clustered[:1], *clustered[-1:])
-        for configs in {id(tile): tile for tile in ends}.values():
-            yield from (
-                c for c in configs if getattr(c, "cluster", False) or getattr(c, "split_k_slices", 1) in (0, 1, 3)
-            )
+        for configs in {id(tile): tile for tile in (tiles[0], tiles[-1], *clustered[:1], *clustered[-1:])}.values():
+            yield from (c for c in configs if getattr(c, "cluster", False) or getattr(c, "split_k_slices", 1) in (0, 1, 3))
 
 
 def launch_convolutions() -> None:
