@@ -20,7 +20,6 @@ from cupy_resnet.conv2d.configs import (
     WGMMA,
     WGMMA_3XTF32,
     WGMMA_PATCH,
-    WGMMA_PATCH_SPLIT_K,
     WGMMA_SPLIT_K,
     WINOGRAD,
     Config,
@@ -174,15 +173,6 @@ def test_a_block_of_wgmma_split_k_fits(compiled, config) -> None:
     assert used.registers * config.threads * fitting <= REGISTERS_PER_SM
 
 
-@pytest.mark.parametrize("config", WGMMA_PATCH_SPLIT_K, ids=lambda config: f"{config.precision} {config}")
-def test_a_block_of_wgmma_patch_split_k_fits_and_two_where_their_shared_memory_does(compiled, config) -> None:
-    used = resources(compiled, "conv2d_wgmma_patch_split_k", config)
-    assert used.shared_memory <= 1024  # beside what is dynamic, which begins at a multiple of that
-    least = config.CONSUMERS * config.pixels * config.ROW_BYTES + config.PATCHES * config.pixels * config.ROW_BYTES
-    fitting = min(2, SHARED_PER_SM // (used.shared_memory + least + SHARED_RESERVED))
-    assert used.registers * config.threads * fitting <= REGISTERS_PER_SM
-
-
 def test_two_blocks_of_the_stem_on_wgmma_fit_and_have_the_registers_that_their_warpgroups_share(compiled) -> None:
     text = load_program(find_kernel(stem_wgmma.SOURCE)).text
     ((producer,), (consumer,)) = (
@@ -205,7 +195,6 @@ def test_two_blocks_of_the_stem_on_wgmma_fit_and_have_the_registers_that_their_w
         ("conv2d_wgmma", WGMMA[0]),
         ("conv2d_wgmma_split_k", WGMMA_SPLIT_K[0]),
         ("conv2d_wgmma_patch", WGMMA_PATCH[0]),
-        ("conv2d_wgmma_patch_split_k", WGMMA_PATCH_SPLIT_K[0]),
         ("conv2d_wgmma_3xtf32", WGMMA_3XTF32[0]),
         ("conv2d_wgmma_b2b", BACK_TO_BACK[0]),
     ],

@@ -78,18 +78,15 @@ class WgmmaConfig:
 
 @dataclass(frozen=True)
 class WgmmaPatchConfig:
-    """conv2d_wgmma_patch.cu, or conv2d_wgmma_patch_split_k.cu where both consumers work on one tile.
+    """conv2d_wgmma_patch.cu.
 
     Args:
         precision: name of the arithmetic.
         pixels: columns of the transposed product, zeros between rows included.
-        split_k_slices: blocks of a cluster that share a tile, on which both consumers work; 0: each consumer has tiles
-            of its own.
     """
 
     precision: str
     pixels: int
-    split_k_slices: int = 0
 
     FILTERS = 64
     CHANNELS = 64
@@ -97,37 +94,17 @@ class WgmmaPatchConfig:
     CONSUMERS = 2
     PATCHES = 2
     MAX_STAGES = 16
-
-    @property
-    def cluster(self) -> bool:
-        """Whether blocks form clusters, as of other configurations."""
-        return self.split_k_slices > 0
-
-    @property
-    def source(self) -> str:
-        """The kernel's file, without suffix."""
-        return "conv2d_wgmma_patch_split_k" if self.split_k_slices else "conv2d_wgmma_patch"
-
-    @property
-    def threads(self) -> int:
-        """Threads per block: two consumers of 128, and a producer, which is one warp where a block has one tile."""
-        return 288 if self.split_k_slices else 384
+    threads = 384
 
     def defines(self) -> dict[str, int | str]:
-        element = PRECISIONS[self.precision].element
-        if not self.split_k_slices:
-            return {"ELEMENT": element, "PIXELS": self.pixels, "ACCUMULATORS": self.pixels // 2}
         return {
-            "ELEMENT": element,
+            "ELEMENT": PRECISIONS[self.precision].element,
             "PIXELS": self.pixels,
-            "HALF_PIXELS": self.pixels // 2,
-            "ACCUMULATORS": self.pixels // 4,
-            "SPLIT_K_CLUSTER": self.split_k_slices,
+            "ACCUMULATORS": self.pixels // 2,
         }
 
     def __str__(self) -> str:
-        text = f"{self.pixels}×{self.FILTERS}×{self.CHANNELS}, patch of the input"
-        return f"{text}, split-K {self.split_k_slices} in a cluster" if self.split_k_slices else text
+        return f"{self.pixels}×{self.FILTERS}×{self.CHANNELS}, patch of the input"
 
 
 @dataclass(frozen=True)
@@ -249,17 +226,6 @@ WGMMA_PATCH_PIXELS = (256, 248, 232, 216, 208, 184, 128, 64)
 
 WGMMA_PATCH = tuple(WgmmaPatchConfig(precision, n) for precision in ("fp16", "bf16") for n in WGMMA_PATCH_PIXELS)
 """Every form in which conv2d_wgmma_patch is compiled."""
-
-WGMMA_PATCH_SPLIT_K_PIXELS = (256, 224, 208, 128, 64)
-"""Multiples of 16; 208 and 224 are 7 rows of a map of 28² and a whole one of 14²."""
-
-WGMMA_PATCH_SPLIT_K = tuple(
-    WgmmaPatchConfig(precision, pixels, split_k_slices=size)
-    for precision in ("fp16", "bf16")
-    for size in (1, *WGMMA_CLUSTER_SIZES)
-    for pixels in WGMMA_PATCH_SPLIT_K_PIXELS
-)
-"""Every form in which conv2d_wgmma_patch_split_k is compiled."""
 
 WGMMA_3XTF32 = (Wgmma3xTf32Config(128, 128, 4), Wgmma3xTf32Config(256, 64, 4), Wgmma3xTf32Config(128, 64, 7))
 """Every form in which conv2d_wgmma_3xtf32 is compiled: with as many stages as there is room for."""

@@ -151,40 +151,12 @@ the next patch has to come meanwhile; from ResNet's layers, N = 256 on an H200."
 
 
 def _wgmma_patch_microseconds(problem: Conv2dProblem, device: Device, config: configs.WgmmaPatchConfig) -> float:
-    if config.split_k_slices:
-        return _wgmma_patch_split_k_microseconds(problem, device, config)
     tile = patch_tile(problem, config.pixels, device.shared_memory_per_block)
     assert tile is not None, "not one of the candidates"
     tiles = tile.pixel_tiles * _ceil(problem.K, config.FILTERS)
     per_chunk = max(problem.R * problem.S * WGMMA_PATCH_SLICE_MICROSECONDS, WGMMA_PATCH_CHUNK_MICROSECONDS)
     per_tile = _ceil(problem.C, config.CHANNELS) * per_chunk * max(0.3, config.pixels / 256) + WGMMA_TILE_MICROSECONDS
     return max(_ceil(tiles, device.sm_count) * per_tile, _bytes(problem) / BANDWIDTH) + LAUNCH_MICROSECONDS
-
-
-WGMMA_PATCH_SPLIT_K_MICROSECONDS = 2.0
-"""For a block beside its slices of channels: until the first has come, and from the last until all parts are added up; a
-guess."""
-
-L2_BYTES_PER_MICROSECOND = 6.0e6
-INGRESS_BYTES_PER_MICROSECOND = 1.1e5
-"""What L2 of an H200 delivers to all multiprocessors together, and to one: 64 bytes a clock."""
-
-
-def _wgmma_patch_split_k_microseconds(
-    problem: Conv2dProblem, device: Device, config: configs.WgmmaPatchConfig
-) -> float:
-    """A block's slices of channels, each the slower of fetches and products; a second block takes as long again."""
-    tile = patch_tile(problem, config.pixels, device.shared_memory_per_block, config.split_k_slices)
-    assert tile is not None, "not one of the candidates"
-    blocks = tile.pixel_tiles * _ceil(problem.K, config.FILTERS) * config.split_k_slices
-    taps = problem.R * problem.S
-    fetched = tile.box_bytes + taps * config.FILTERS * config.ROW_BYTES
-    rate = min(INGRESS_BYTES_PER_MICROSECOND, L2_BYTES_PER_MICROSECOND / max(1, min(blocks, device.sm_count)))
-    products = taps * WGMMA_PATCH_SLICE_MICROSECONDS * max(0.3, config.pixels / 256)
-    chunks = _ceil(_ceil(problem.C, config.CHANNELS), config.split_k_slices)
-    per_block = chunks * max(fetched / rate, products) + WGMMA_PATCH_SPLIT_K_MICROSECONDS
-    arithmetic = _ceil(blocks, device.sm_count) * per_block
-    return max(arithmetic, _bytes(problem) / BANDWIDTH) + LAUNCH_MICROSECONDS
 
 
 WGMMA_3XTF32_SLICE_MICROSECONDS = 1.1

@@ -1,9 +1,8 @@
-"""conv2d_wgmma_patch and conv2d_wgmma_patch_split_k: which pixels make a tile, and their launch."""
+"""conv2d_wgmma_patch: which pixels make a tile, and its launch."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import cache, lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -21,11 +20,6 @@ STATIC_SHARED = 1024
 _ALIGNMENT = 1024
 _MAX_BOX = 256
 _MIN_STAGES = 3
-_BLOCKS_AT_A_TIME = 2
-"""That a multiprocessor runs where blocks share tiles: more blocks than that would wait."""
-
-_SYSTEM_SHARED = 1024
-"""Bytes that the system takes of a multiprocessor's shared memory for each block; a block may have the rest."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +35,8 @@ class PatchTile:
         pixel_tiles: tiles in all, for 64 filters.
         box_bytes: of a patch as it is fetched.
         patch_bytes: of its place, with the zeros behind it.
-        store_bytes: of a tile as it is stored; 0 where blocks share one.
-        staged_bytes: of its place; where blocks share a tile, of a consumer's partial sums.
+        store_bytes: of a tile as it is stored.
+        staged_bytes: of its place.
         num_stages: slices of the filter in shared memory.
     """
 
@@ -72,19 +66,15 @@ class PatchTile:
 
 
 @lru_cache(maxsize=4096)
-def patch_tile(
-    problem: Conv2dProblem, pixels: int, shared_limit: int, split_k_slices: int = 0
-) -> PatchTile | None:
+def patch_tile(problem: Conv2dProblem, pixels: int, shared_limit: int) -> PatchTile | None:
     """Returns the largest tile whose pixels and zeros are at most `pixels` columns, or None where there is none.
 
     Args:
         problem: a convolution that keeps the size.
         pixels: columns of the product.
         shared_limit: bytes of dynamic shared memory that a block may have.
-        split_k_slices: as of `configs.WgmmaPatchConfig`.
     """
-    config = configs.WgmmaPatchConfig
-    row_bytes = config.ROW_BYTES
+    row_bytes = configs.WgmmaPatchConfig.ROW_BYTES
     columns = problem.W + problem.pad_w
     whole = (problem.H - 1) * columns + problem.W
     if whole <= pixels:
@@ -100,11 +90,12 @@ def patch_tile(
         return None
     zeros = (problem.pad_h * columns if images > 1 else 0) + problem.pad_w
     box = images * patch_rows * columns
-    stored = 0 if split_k_slices else images * (rows if images == 1 else patch_rows) * columns
+    stored = images * (rows if images == 1 else patch_rows) * columns
     patch_bytes, staged_bytes = _aligned((box + zeros) * row_bytes), _aligned(max(stored, pixels) * row_bytes)
-    places = config.PATCHES * patch_bytes + config.CONSUMERS * staged_bytes
-    num_stages = _stages(problem, shared_limit - STATIC_SHARED - places, shared_limit, split_k_slices)
-    if num_stages is None:
+    places = configs.WgmmaPatchConfig.PATCHES * patch_bytes + configs.WgmmaPatchConfig.CONSUMERS * staged_bytes
+    stage = configs.WgmmaPatchConfig.FILTERS * row_bytes
+    num_stages = min(configs.WgmmaPatchConfig.MAX_STAGES, (shared_limit - STATIC_SHARED - places) // stage)
+    if num_stages < _MIN_STAGES:
         return None
     row_tiles = blocks(problem.H, rows)
     return PatchTile(
@@ -122,32 +113,12 @@ def patch_tile(
     )
 
 
-def _stages(problem: Conv2dProblem, room: int, shared_limit: int, split_k_slices: int) -> int | None:
-    """Returns how many slices of the filter to keep in `room` bytes, None where these are too few.
-
-    Where blocks share tiles, no more than a block needs; and only what leaves room for a second block, if that is
-    enough for all taps.
-    """
-    config = configs.WgmmaPatchConfig
-    size, taps, most = config.FILTERS * config.ROW_BYTES, problem.R * problem.S, config.MAX_STAGES
-    if split_k_slices:
-        most = min(most, blocks(problem.C // config.CHANNELS, split_k_slices) * taps)
-    found = min(most, room // size)
-    if found < min(most, _MIN_STAGES):
-        return None
-    if split_k_slices:
-        other = (shared_limit + _SYSTEM_SHARED) // _BLOCKS_AT_A_TIME
-        beside = (room - other) // size
-        found = min(found, beside) if beside >= min(most, taps) else found
-    return found
-
-
 class WgmmaPatch(HopperVariant):
     """conv2d_wgmma_patch: conv2d_wgmma with the input of a tile in shared memory."""
 
     name = "conv2d_wgmma_patch"
     precisions = ("fp16", "bf16")
-    sources = ("conv2d_wgmma_patch", "conv2d_wgmma_patch_split_k")
+    sources = ("conv2d_wgmma_patch",)
 
     def supports(self, problem: Conv2dProblem, device: Device) -> Support:
         supported, why_not = super().supports(problem, device)
@@ -168,60 +139,39 @@ class WgmmaPatch(HopperVariant):
         return True, ""
 
     def configurations(self) -> Sequence[configs.WgmmaPatchConfig]:
-        return configs.WGMMA_PATCH + configs.WGMMA_PATCH_SPLIT_K
-
-    def sources_of(self, config: configs.Config) -> tuple[str, ...]:
-        assert isinstance(config, configs.WgmmaPatchConfig)
-        return (config.source,)
+        return configs.WGMMA_PATCH
 
     def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.WgmmaPatchConfig]:
-        """Of the forms that hold the same tile, and as many blocks of which share it, the narrowest.
-
-        First those that tables from before tiles were shared mean.
-        """
+        """Of the forms that hold the same tile the narrowest."""
         narrowest = {}
-        for config in self.configurations():
+        for config in configs.WGMMA_PATCH:
             if config.precision == problem.precision:
-                slices = config.split_k_slices
-                tile = patch_tile(problem, config.pixels, device.shared_memory_per_block, slices)
-                if tile is not None and (not slices or splits_well(problem, device, tile, slices)):
-                    narrowest[tile.images, tile.rows, slices] = config
+                tile = patch_tile(problem, config.pixels, device.shared_memory_per_block)
+                if tile is not None:
+                    narrowest[tile.images, tile.rows] = config
         return list(narrowest.values())
 
     def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.WgmmaPatchConfig) -> None:
-        kernel = jit.get_function(config.source, defines=config.defines())
-        tile = patch_tile(problem, config.pixels, shared_limit(), config.split_k_slices)
+        kernel = jit.get_function(self.name, defines=config.defines())
+        tile = patch_tile(problem, config.pixels, shared_limit())
         assert tile is not None, "not one of the candidates"
         patch = (tile.columns, tile.patch_rows, tile.images)
-        factors = (
+        stored = (tile.columns, tile.stored_rows, tile.images)
+        residuals = tensor_maps.NONE
+        if operands.residual is not None:
+            residuals = tensor_maps.tensor_map(problem, operands.residual, stored)
+        arguments = (
             tensor_maps.tensor_map(problem, operands.x, patch),
             tensor_maps.matrix_map(problem, operands.filter.weight, problem.gemm_k, config.FILTERS),
-        )
-        described = (
+            residuals,
+            tensor_maps.tensor_map(problem, operands.y, stored),
+            *operands.tail()[:2],
             np.array(astuple(tile), np.int32).view(f"V{4 * len(astuple(tile))}"),
             conv2d_params(problem, operands.relu),
         )
         tiles = tile.pixel_tiles * blocks(problem.K, config.FILTERS)
-        grid: tuple[int, ...]
-        arguments: tuple[Any, ...]
-        if config.split_k_slices:
-            grid, arguments = (tiles, 1, config.split_k_slices), (*factors, *operands.tail(), *described)
-        else:
-            stored = (tile.columns, tile.stored_rows, tile.images)
-            residuals = tensor_maps.NONE
-            if operands.residual is not None:
-                residuals = tensor_maps.tensor_map(problem, operands.residual, stored)
-            outputs = tensor_maps.tensor_map(problem, operands.y, stored)
-            grid = (min(tiles, multiprocessors()),)
-            arguments = (*factors, residuals, outputs, *operands.tail()[:2], *described)
+        grid = (min(tiles, multiprocessors()),)
         jit.launch(kernel, grid, (config.threads,), arguments, shared=tile.shared_memory, waits=True)
-
-
-def splits_well(problem: Conv2dProblem, device: Device, tile: PatchTile, split_k_slices: int) -> bool:
-    """Whether conv2d_wgmma_patch_split_k has a slice of channels for each block, and no more blocks than run at a time."""
-    enough = problem.C // configs.WgmmaPatchConfig.CHANNELS >= split_k_slices
-    tiles = tile.pixel_tiles * blocks(problem.K, configs.WgmmaPatchConfig.FILTERS)
-    return enough and tiles * split_k_slices <= _BLOCKS_AT_A_TIME * device.sm_count
 
 
 def shared_limit() -> int:

@@ -1,5 +1,5 @@
 // Partial sums that meet in a cluster: how they lie in the shared memory of the block that adds them up, and how it turns
-// them into outputs. conv2d_mma, conv2d_mma_patch, conv2d_wgmma_split_k and conv2d_wgmma_patch_split_k share it.
+// them into outputs. conv2d_mma, conv2d_mma_patch and conv2d_wgmma_split_k share it.
 //
 // The including file defines ELEMENT.
 #pragma once
@@ -55,7 +55,7 @@ struct PartialSums {
         }
     }
 
-    // The parts' 8 sums, the `eight`-th of a row, added up in the order of the depth.
+  private:
     static __device__ __forceinline__ void add_up(float (&sums)[8], const unsigned char* received, int row, int eight) {
         const int first = threadIdx.x / 4 % 2;  // half the lanes begin with the second 4, again because of the banks
         float4 totals[2] = {};

@@ -58,9 +58,6 @@ WIDE = replace(ALIGNED, C=128, stride_w=2)
 DENSE = replace(WIDE, stride_w=1)
 """Whole slices of 128 bytes."""
 
-DEEP = replace(DENSE, N=3, C=512)
-"""As many slices of channels as a cluster has blocks, and three images in the largest tile."""
-
 SHORTCUT = replace(DENSE, shortcut_channels=64, shortcut_stride=2)
 GROUPED = Conv2dProblem(N=2, H=7, W=6, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, groups=16)
 
@@ -116,7 +113,7 @@ def few(candidates: Any) -> Iterator[Any]:
         tiles = list(forms.values())
         clustered = [tile for tile in tiles if any(getattr(config, "cluster", False) for config in tile)]
         for configs in {id(tile): tile for tile in (tiles[0], tiles[-1], *clustered[:1], *clustered[-1:])}.values():
-            yield from (c for c in configs if getattr(c, "cluster", False) or getattr(c, "split_k_slices", 1) in (0, 1, 3))
+            yield from (c for c in configs if getattr(c, "cluster", False) or getattr(c, "split_k_slices", 1) in (1, 3))
 
 
 def launch_convolutions() -> None:
@@ -124,7 +121,7 @@ def launch_convolutions() -> None:
     import cupy
 
     device = describe_device(cupy.cuda.runtime.getDevice())
-    for shape in (ALIGNED, POINTWISE, UNALIGNED, GROUPED, WIDE, DENSE, DEEP, SHORTCUT, SHALLOW):
+    for shape in (ALIGNED, POINTWISE, UNALIGNED, GROUPED, WIDE, DENSE, SHORTCUT, SHALLOW):
         for variant in VARIANTS.values():
             for precision in variant.precisions:
                 problem = replace(shape, precision=precision)
@@ -138,7 +135,7 @@ def launch_convolutions() -> None:
                     x0, filter0 = (numbers(s, storage) for s in (problem.shortcut_shape, problem.shortcut_filter_shape))
                     second = Shortcut(x0, Filter(filter0))
                 candidates = variant.candidates(problem, device)
-                whole = [config for config in candidates if getattr(config, "split_k_slices", 1) <= 1]
+                whole = [config for config in candidates if getattr(config, "split_k_slices", 1) == 1]
                 for config in whole if shape is SHALLOW else few(candidates):
                     y = cupy.empty(problem.output_shape, storage)
                     variant.launch(problem, Operands(x, filter, bias, residual, y, True, second), config)
