@@ -8,19 +8,17 @@ as the PTX ISA lays them out, at any time until it is waited for. Whatever is re
 
 import math
 import re
-import subprocess
-from pathlib import Path
 
 import numpy as np
 from back_to_back_machine import HOST, MAIN
-from wgmma_host import IM2COL, place
+from wgmma_host import IM2COL, HostSource, Program, place
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.params import conv2d_params
 from cupy_resnet.jit.sources import find_kernel
 
 
-def host_source() -> str:
+def host_source() -> HostSource:
     """The program's text."""
     path = find_kernel("conv2d_wgmma_b2b").path
     include = {file.name: file.read_text("utf-8") for file in (path.parent / "include").glob("*.cuh")}
@@ -35,11 +33,11 @@ def host_source() -> str:
     assert "asm" not in text
     params = include["conv2d_params.cuh"].replace("#pragma once", "")
     im2col = IM2COL.replace("32", "64")  # channels a row: these have 2 bytes
-    return "\n".join([HOST, params, place(), text, im2col, MAIN])
+    return HostSource("\n".join([HOST, params, place()]), text, "conv2d_wgmma_b2b", f"{im2col}\n{MAIN}")
 
 
 def run(
-    program: Path,
+    program: Program,
     first: Conv2dProblem,
     second: Conv2dProblem,
     arrays: dict[str, np.ndarray],
@@ -68,7 +66,7 @@ def run(
     tensors = (np.ascontiguousarray(arrays[name], np.float32).tobytes() for name in names if name in arrays)
     head = np.array([seed, grid, biases, in_place, relus[-1]], np.int32)
     given = head.tobytes() + b"".join([*params, *tensors])
-    done = subprocess.run([program], input=given, capture_output=True, timeout=120, check=False)
+    done = program(given)
     if done.returncode:
         return done.stderr.decode() or f"exit status {done.returncode}"
     y, z = np.split(np.frombuffer(done.stdout, np.float32), [math.prod(second.output_shape)])

@@ -249,9 +249,9 @@ void store(const Store& box) {
     ++routines[box.thread].stored;
 }
 void run() {
-    conv2d_wgmma_b2b({PIXELS}, {FIRST}, {SECOND}, {RESIDUALS}, {OUTPUTS}, {NEXT_FILTERS}, {NEXT_OUTPUTS},
-                     with_biases ? first_bias.data() : nullptr, with_biases ? second_bias.data() : nullptr,
-                     with_biases ? next_bias.data() : nullptr, first, second, next_relu);
+    KERNEL({PIXELS}, {FIRST}, {SECOND}, {RESIDUALS}, {OUTPUTS}, {NEXT_FILTERS}, {NEXT_OUTPUTS},
+           with_biases ? first_bias.data() : nullptr, with_biases ? second_bias.data() : nullptr,
+           with_biases ? next_bias.data() : nullptr, first, second, next_relu);
     self().ended = true;
     if (self().stored != self().begun) fail("shared memory ends before all is stored");
     rest();
@@ -322,7 +322,8 @@ void block() {
     }
     for (const Routine& routine : routines) if (!routine.ended) fail("nobody can go on");
 }
-int main() {
+int main(int, char** arguments) {
+    kernel_number = atoi(arguments[1]);
     int head[5];
     if (fread(head, 4, 5, stdin) != 5 || fread(&first, sizeof first, 1, stdin) != 1) return 2;
     if (fread(&second, sizeof second, 1, stdin) != 1) return 2;

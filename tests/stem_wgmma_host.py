@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from stem_wgmma_machine import HOST, MAIN
+from wgmma_host import Defines, HostSource, Program
 
 from cupy_resnet.conv2d.stem import pooled_shape, stem_params
 from cupy_resnet.conv2d.stem_wgmma import FILTERS
@@ -29,7 +30,7 @@ PTX = {
 """What an instruction of the kernel's own file becomes."""
 
 
-def host_source() -> str:
+def host_source() -> HostSource:
     """The library's text."""
     path = find_kernel("conv2d_stem_wgmma").path
 
@@ -47,13 +48,13 @@ def host_source() -> str:
 
     text = re.sub(r'#include "(.+?)"', included, path.read_text(encoding="utf-8"))
     text = re.sub(r"asm volatile\(.*?\);", replaced, text, flags=re.DOTALL)
-    text = text.replace("extern __shared__", "extern").replace("__shared__", "static")
-    return "\n".join([HOST, text, MAIN])
+    text = re.sub(r"extern __shared__.*;", "", text).replace("__shared__", "static")
+    return HostSource(HOST, text, "conv2d_stem_wgmma", MAIN)
 
 
-def build(compiler: str, folder: Path, defines: dict[str, int | str], source: str | None = None) -> Path:
-    """Compiles the library; returns its path."""
-    (folder / "stem.cpp").write_text(source or host_source(), encoding="utf-8")
+def build(compiler: str, folder: Path, text: str, name: str, defines: Defines) -> Program:
+    """Compiles the library."""
+    (folder / f"{name}.cpp").write_text(text, encoding="utf-8")
     options = [
         "-std=c++20",
         "-O2",
@@ -61,10 +62,10 @@ def build(compiler: str, folder: Path, defines: dict[str, int | str], source: st
         "-shared",
         "-fPIC",
         "-fvisibility=hidden",
-        *(f"-D{name}={value}" for name, value in defines.items()),
+        *(f"-D{key}={value}" for key, value in defines.items()),
     ]
-    subprocess.run([compiler, *options, "stem.cpp", "-o", "stem.so"], cwd=folder, check=True)
-    return folder / "stem.so"
+    subprocess.run([compiler, *options, f"{name}.cpp", "-o", f"{name}.so"], cwd=folder, check=True)
+    return Program(folder / f"{name}.so")
 
 
 @dataclass
@@ -82,7 +83,7 @@ class Result:
 
 
 def run(
-    library: Path,
+    library: Program,
     x: np.ndarray,
     cells: np.ndarray,
     bias: np.ndarray,
@@ -104,7 +105,7 @@ def run(
         normalization: mean and std, (C,) float32 each.
         seed: of the order in which threads go on.
     """
-    host = ctypes.CDLL(str(library))
+    host = ctypes.CDLL(str(library.path))
     run_block: Any = host.run_block
     run_block.restype = ctypes.c_char_p
     K = len(bias)
@@ -118,7 +119,7 @@ def run(
     for group in range(K // FILTERS):
         for block in range(grid):
             error = run_block(
-                *(seed + block, grid, block, group),
+                *(library.kernel_number, seed + block, grid, block, group),
                 *(array.ctypes.data_as(pointer) for array in (x, cells, bias)),
                 *(mean, std),
                 *(array.ctypes.data_as(pointer) for array in (y, writes)),

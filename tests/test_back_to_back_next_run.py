@@ -6,14 +6,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from back_to_back_host import host_source, run
 from test_back_to_back_run import FULL_FILTERS, FULL_PIXELS, SHAPES, WIDE, convolution, drawn, seed_of
-from wgmma_host import build
+from wgmma_host import Defines, Program, build, wrong_programs
 
 from cupy_resnet.conv2d import Conv2dPair, Conv2dProblem
 from cupy_resnet.conv2d.back_to_back import configurations
@@ -33,14 +32,14 @@ FORMS["resident"] = {**FORMS["128x64x128"], "PIXEL_STAGES": 3, "FILTER_STAGES": 
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
     """Compiles a form when it is first asked for: each of several processes has only some."""
     assert COMPILER is not None
     compiler, folder = COMPILER, tmp_path_factory.mktemp("host")
-    return cache(lambda name: build(compiler, folder, host_source(), name, FORMS[name]))
+    return cache(lambda name: build(compiler, folder, host_source().text(), name, FORMS[name]))
 
 
-def is_right(program: Path, first: Conv2dProblem, K: int, next_channels: int, seed: int) -> bool:
+def is_right(program: Program, first: Conv2dProblem, K: int, next_channels: int, seed: int) -> bool:
     draw = random.Random(seed)
     _, second, third = Conv2dPair(first, K, following=next_channels).parts
     generator = np.random.default_rng(seed + 1)
@@ -68,7 +67,7 @@ def is_right(program: Path, first: Conv2dProblem, K: int, next_channels: int, se
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("form", FORMS)
-def test_all_are_convolutions(program: Callable[[str], Path], form: str, shape: str) -> None:
+def test_all_are_convolutions(program: Callable[[str], Program], form: str, shape: str) -> None:
     first, K = SHAPES[shape]
     first = replace(first, K=int(FORMS[form]["MIDDLE"]))
     assert is_right(program(form), first, K, FORMS[form]["NEXT"], seed=seed_of(shape, form, FORMS))
@@ -92,18 +91,24 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_found(tmp_path: Path, mistake: str) -> None:
-    """So that what is found right means something."""
-    assert COMPILER is not None
-    right, wrong = MISTAKES[mistake]
-    source = host_source()
-    assert source.count(right) == 1, mistake
+def form_for(mistake: str) -> Defines:
     stages = {
         "PIXEL_STAGES": 2 if "leaves" in mistake else 3,
         "FILTER_STAGES": 14 if mistake == "filters fetched again" else 5,
     }
-    defines = {**FORMS["128x64x128"], **stages}
-    program = build(COMPILER, tmp_path, source.replace(right, wrong), "wrong", defines)
+    return {**FORMS["128x64x128"], **stages}
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
+    assert COMPILER is not None
+    return wrong_programs(COMPILER, tmp_path_factory.mktemp("wrong"), host_source(), MISTAKES, form_for)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(wrong: Callable[[str], Program], mistake: str) -> None:
+    """So that what is found right means something."""
+    program = wrong(mistake)
     cases = [(replace(first, K=64), K) for first, K in SHAPES.values()]
+    assert is_right(program.without_mistake, *cases[0], 128, seed=0)
     assert not all(is_right(program, first, K, 128, seed) for seed in range(4) for first, K in cases)

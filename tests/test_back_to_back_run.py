@@ -5,13 +5,12 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 from back_to_back_host import host_source, run
 from helpers import ConvCase, torch_conv2d
-from wgmma_host import build
+from wgmma_host import Defines, Program, build, wrong_programs
 
 from cupy_resnet.conv2d import Conv2dPair, Conv2dProblem
 from cupy_resnet.conv2d.back_to_back import configurations
@@ -42,11 +41,11 @@ FORMS["few_pixels"] = {**FORMS["64x128"], "PIXEL_STAGES": 2, "FILTER_STAGES": 7}
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
     """Compiles a form when it is first asked for: each of several processes has only some."""
     assert COMPILER is not None
     compiler, folder = COMPILER, tmp_path_factory.mktemp("host")
-    return cache(lambda name: build(compiler, folder, host_source(), name, FORMS[name]))
+    return cache(lambda name: build(compiler, folder, host_source().text(), name, FORMS[name]))
 
 
 def drawn(first: Conv2dProblem, second: Conv2dProblem, seed: int) -> dict[str, np.ndarray]:
@@ -86,7 +85,7 @@ def convolution(
     return to_bfloat16(torch_conv2d(given, ConvCase(problem, relu=relu).arguments))
 
 
-def is_right(program: Path, first: Conv2dProblem, K: int, seed: int) -> bool:
+def is_right(program: Program, first: Conv2dProblem, K: int, seed: int) -> bool:
     draw = random.Random(seed)
     second = Conv2dPair(first, K).second
     arrays = drawn(first, second, seed)
@@ -107,7 +106,7 @@ def seed_of(shape: str, form: str, forms: Iterable[str]) -> int:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("form", FORMS)
-def test_it_is_exact_on_integers(program: Callable[[str], Path], shape: str, form: str) -> None:
+def test_it_is_exact_on_integers(program: Callable[[str], Program], shape: str, form: str) -> None:
     first, K = SHAPES[shape]
     first = replace(first, K=int(FORMS[form]["MIDDLE"]))
     assert is_right(program(form), first, K, seed=seed_of(shape, form, FORMS))
@@ -145,15 +144,20 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_found(tmp_path: Path, mistake: str) -> None:
-    """So that what is found right means something."""
+def form_for(mistake: str) -> Defines:
+    return FORMS["128x64"] if "resident" in mistake else {**FORMS["128x128"], "PIXEL_STAGES": 3, "FILTER_STAGES": 3}
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
     assert COMPILER is not None
-    right, wrong = MISTAKES[mistake]
-    source = host_source()
-    assert source.count(right) == 1, mistake
-    resident, wide = FORMS["128x64"], FORMS["128x128"]
-    defines = resident if "resident" in mistake else {**wide, "PIXEL_STAGES": 3, "FILTER_STAGES": 3}
-    program = build(COMPILER, tmp_path, source.replace(right, wrong), "wrong", defines)
-    cases = [(replace(first, K=int(defines["MIDDLE"])), K) for first, K in SHAPES.values()]
+    return wrong_programs(COMPILER, tmp_path_factory.mktemp("wrong"), host_source(), MISTAKES, form_for)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(wrong: Callable[[str], Program], mistake: str) -> None:
+    """So that what is found right means something."""
+    program = wrong(mistake)
+    cases = [(replace(first, K=int(form_for(mistake)["MIDDLE"])), K) for first, K in SHAPES.values()]
+    assert is_right(program.without_mistake, *cases[0], seed=0)
     assert not all(is_right(program, first, K, seed) for seed in range(4) for first, K in cases)

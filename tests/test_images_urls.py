@@ -225,9 +225,9 @@ def test_slow_servers_end_in_time(base: str, path: str) -> None:
 
 
 def test_servers_that_are_not_there(base: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    reason = refusal(f"http://127.0.0.1:{port}/a.png", url_timeout=5)
+    with socket.socket() as deaf:  # has the port, so that nobody else does, and does not listen
+        deaf.bind(("127.0.0.1", 0))
+        reason = refusal(f"http://127.0.0.1:{deaf.getsockname()[1]}/a.png", url_timeout=5)
     assert reason.startswith("the download failed: ")
     assert "refused" in reason
     assert refusal("http://a..b/c.png").startswith("the download failed: ")

@@ -83,17 +83,37 @@ FORMS = [
 DEFAULT_FORMS = default_forms()
 
 
+class Compilations(dict[Form, Future[jit.Compiled]]):
+    """What is not there is compiled when it is asked for."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        super().__init__()
+        self.pool = pool
+
+    def __missing__(self, key: Form) -> Future[jit.Compiled]:
+        kernel, defines, arch = key
+        self[key] = self.pool.submit(jit.compile_kernel, kernel, defines=dict(defines), arch=arch)
+        return self[key]
+
+
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Form, Future[jit.Compiled]]]:
-    """Compiles everything on all cores, in the order of the tests, into a cache of its own."""
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compilations]:
+    """Compiles everything on all cores, in the order of the tests, into a cache of its own.
+
+    Under pytest-xdist other processes have the other cores, and some of the tests: there nothing is compiled ahead, and
+    the cache is that of all of them.
+    """
+    is_one_of_many = hasattr(request.config, "workerinput")
+    cache = tmp_path_factory.getbasetemp().parent / "kernels" if is_one_of_many else tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(environment.CACHE_DIR.name, str(tmp_path_factory.mktemp("cache")))
+        patch.setenv(environment.CACHE_DIR.name, str(cache))
         patch.delenv(environment.DISK_CACHE.name, raising=False)
         pool = ThreadPoolExecutor(os.cpu_count())
-        yield {
-            (kernel, defines, arch): pool.submit(jit.compile_kernel, kernel, defines=dict(defines), arch=arch)
-            for kernel, defines, arch in dict.fromkeys([*FORMS, *DEFAULT_FORMS])
-        }
+        compilations = Compilations(pool)
+        if not is_one_of_many:
+            for key in [*FORMS, *DEFAULT_FORMS]:
+                compilations[key]
+        yield compilations
         pool.shutdown(cancel_futures=True)
 
 
@@ -108,18 +128,18 @@ def assert_sound(result: jit.Compiled) -> None:
 
 
 @pytest.mark.parametrize("key", FORMS, ids=describe)
-def test_every_form(compiled: dict[Form, Future[jit.Compiled]], key: Form) -> None:
+def test_every_form(compiled: Compilations, key: Form) -> None:
     assert_sound(compiled[key].result())
 
 
 @pytest.mark.parametrize("key", DEFAULT_FORMS, ids=describe)
-def test_default_form_on_every_architecture(compiled: dict[Form, Future[jit.Compiled]], key: Form) -> None:
+def test_default_form_on_every_architecture(compiled: Compilations, key: Form) -> None:
     result = compiled[key].result()
     assert result.arch == key[2]
     assert_sound(result)
 
 
-def resources(compiled: dict[Form, Future[jit.Compiled]], kernel: str, config: Config) -> jit.KernelResources:
+def resources(compiled: Compilations, kernel: str, config: Config) -> jit.KernelResources:
     return compiled[form_on_h100(kernel, dict(config.defines()))].result().resources[kernel]
 
 

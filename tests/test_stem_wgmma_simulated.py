@@ -3,28 +3,29 @@
 import shutil
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from stem_wgmma_host import Result, build, host_source, run
+from wgmma_host import Program, wrong_programs
 
 from cupy_resnet.conv2d.stem_wgmma import _defines
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
-Libraries = Callable[..., Path]
+Libraries = Callable[..., Program]
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
     @cache
-    def library(precision: str = "fp16", element: str = "float", channels: int = 3, pixels: int = 64) -> Path:
+    def library(precision: str = "fp16", element: str = "float", channels: int = 3, pixels: int = 64) -> Program:
         assert COMPILER is not None
-        return build(COMPILER, tmp_path_factory.mktemp("host"), _defines(precision, element, channels, pixels))
+        folder, defines = tmp_path_factory.mktemp("host"), _defines(precision, element, channels, pixels)
+        return build(COMPILER, folder, host_source().text(), "stem", defines)
 
     return library
 
@@ -200,16 +201,20 @@ MISTAKES = {
 """What is wrong → correct text, wrong text."""
 
 
-@pytest.mark.parametrize(("correct", "wrong"), MISTAKES.values(), ids=list(MISTAKES))
-def test_a_mistake_is_noticed(tmp_path: Path, correct: str, wrong: str) -> None:
-    """Of the kernel's own text, by the runs above."""
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
     assert COMPILER is not None
-    source = host_source()
-    assert source.count(correct) == 1
-    library = build(COMPILER, tmp_path, _defines("fp16", "float", 4, 64), source.replace(correct, wrong))
+    folder, defines = tmp_path_factory.mktemp("wrong"), _defines("fp16", "float", 4, 64)
+    return wrong_programs(COMPILER, folder, host_source(), MISTAKES, lambda _: defines, build)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(wrong: Callable[[str], Program], mistake: str) -> None:
+    """Of the kernel's own text, by the runs above."""
+    library = wrong(mistake)
     weight, cells, bias = weights(4, 64)
 
-    def noticed(seed: int) -> bool:
+    def noticed(library: Program, seed: int) -> bool:
         x = numbers((1, 37, 21, 4), 1) - 3  # all outputs where the padding is not are negative or large
         x[0, 20, 14, 1] = np.nan
         options: dict[str, Any] = {"stripe_rows": 5, "grid": 1, "seed": seed}
@@ -217,4 +222,5 @@ def test_a_mistake_is_noticed(tmp_path: Path, correct: str, wrong: str) -> None:
         want = expected(x, weight, bias)
         return result.error is not None or not np.array_equal(from_bits(result.y, "fp16"), want, equal_nan=True)
 
-    assert any(noticed(seed) for seed in range(12))
+    assert not noticed(library.without_mistake, 0)
+    assert any(noticed(library, seed) for seed in range(12))

@@ -2,14 +2,15 @@
 
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
 
 import numpy as np
 import pytest
 from helpers import ConvCase, torch_conv2d
 from wgmma_3xtf32_host import host_source, run
-from wgmma_host import build
+from wgmma_host import Program, build, wrong_programs
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.configs import WGMMA_3XTF32
@@ -35,10 +36,11 @@ FORMS["many_blocks"] = {**WGMMA_3XTF32[0].defines(), "TILE_M": 256, "NUM_STAGES"
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
+    """Compiles a form when it is first asked for: each of several processes has only some."""
     assert COMPILER is not None
-    folder = tmp_path_factory.mktemp("host")
-    return {name: build(COMPILER, folder, host_source(), name, defines) for name, defines in FORMS.items()}
+    compiler, folder = COMPILER, tmp_path_factory.mktemp("host")
+    return cache(lambda name: build(compiler, folder, host_source().text(), name, FORMS[name]))
 
 
 def drawn(problem: Conv2dProblem, seed: int) -> dict[str, np.ndarray]:
@@ -59,7 +61,7 @@ def drawn(problem: Conv2dProblem, seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def is_right(program: Path, problem: Conv2dProblem, seed: int) -> bool:
+def is_right(program: Program, problem: Conv2dProblem, seed: int) -> bool:
     draw = random.Random(seed)
     arrays = drawn(problem, seed)
     bias, in_place, relu = draw.random() < 0.7, draw.random() < 0.3, draw.random() < 0.5
@@ -73,8 +75,8 @@ def is_right(program: Path, problem: Conv2dProblem, seed: int) -> bool:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_exact_on_integers(programs: dict[str, Path], shape: str, form: str) -> None:
-    assert is_right(programs[form], SHAPES[shape], seed=list(SHAPES).index(shape) + list(FORMS).index(form))
+def test_it_is_exact_on_integers(program: Callable[[str], Program], shape: str, form: str) -> None:
+    assert is_right(program(form), SHAPES[shape], seed=list(SHAPES).index(shape) + list(FORMS).index(form))
 
 
 MISTAKES = {
@@ -121,12 +123,17 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_found(tmp_path: Path, mistake: str) -> None:
-    """So that what is found right means something."""
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
     assert COMPILER is not None
-    right, wrong = MISTAKES[mistake]
-    source = host_source()
-    assert source.count(right) == 1, mistake
-    program = build(COMPILER, tmp_path, source.replace(right, wrong), "wrong", WGMMA_3XTF32[0].defines())
+    return wrong_programs(
+        COMPILER, tmp_path_factory.mktemp("wrong"), host_source(), MISTAKES, lambda _: WGMMA_3XTF32[0].defines()
+    )
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(wrong: Callable[[str], Program], mistake: str) -> None:
+    """So that what is found right means something."""
+    program = wrong(mistake)
+    assert is_right(program.without_mistake, PLAIN, seed=0)
     assert not all(is_right(program, problem, seed) for problem in SHAPES.values() for seed in range(4))

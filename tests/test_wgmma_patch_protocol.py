@@ -2,13 +2,13 @@
 
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from wgmma_patch_host import build, host_source, run
+from wgmma_host import Program, build, wrong_programs
+from wgmma_patch_host import host_source, run
 
 from cupy_resnet.conv2d import H100, Conv2dProblem
 from cupy_resnet.conv2d.params import conv2d_params
@@ -20,13 +20,15 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 PIXELS = 64
 """The program is compiled for; so few that maps of 7² pixels and more are cut."""
 
+DEFINES = {"ELEMENT": "Half", "PIXELS": PIXELS, "ACCUMULATORS": 32}
+
 PLAIN = Conv2dProblem(N=2, H=7, W=7, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, precision="fp16")
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
     assert COMPILER is not None
-    return build(COMPILER, tmp_path_factory.mktemp("host"), host_source())
+    return build(COMPILER, tmp_path_factory.mktemp("host"), host_source().text(), "block", DEFINES)
 
 
 def tile_of(problem: Conv2dProblem, num_stages: int) -> PatchTile:
@@ -77,7 +79,7 @@ def is_right(log: list[str], case: Case) -> bool:
     )
 
 
-def assert_all_right(program: Path, cases: list[Case]) -> None:
+def assert_all_right(program: Program, cases: list[Case]) -> None:
     logs = run(program, [words(seed, *case) for seed, case in enumerate(cases)])
     for log, case in zip(logs, cases, strict=False):
         assert is_right(log, case), f"{log[-1]}: {case}"
@@ -103,14 +105,14 @@ def drawn_case(draw: random.Random) -> Case:
     return problem, draw.randint(3, 16), grid, draw.randrange(grid), draw.random() < 0.5
 
 
-def test_every_product_has_its_operands_in_any_order_of_events(program: Path) -> None:
+def test_every_product_has_its_operands_in_any_order_of_events(program: Program) -> None:
     draw = random.Random(1)
     assert_all_right(program, [drawn_case(draw) for _ in range(300)])
 
 
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("tiles", [1, 2, 3, 4, 5])
-def test_few_tiles_with_every_number_of_stages(program: Path, tiles: int, residual: bool) -> None:
+def test_few_tiles_with_every_number_of_stages(program: Program, tiles: int, residual: bool) -> None:
     """The whole filter stays where it has room: 9 slices of C = 64, 18 of 128 never, one for 1×1."""
     cases = []
     for num_stages in range(3, 17):
@@ -146,15 +148,18 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_found(tmp_path: Path, mistake: str) -> None:
-    """So that what is found right means something."""
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
     assert COMPILER is not None
-    right, wrong = MISTAKES[mistake]
-    source = host_source()
-    assert source.count(right) == 1, mistake
-    program = build(COMPILER, tmp_path, source.replace(right, wrong))
+    return wrong_programs(COMPILER, tmp_path_factory.mktemp("wrong"), host_source(), MISTAKES, lambda _: DEFINES)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(wrong: Callable[[str], Program], mistake: str) -> None:
+    """So that what is found right means something."""
+    program = wrong(mistake)
     draw = random.Random(2)
     cases = [(replace(PLAIN, N=7, C=C), stages, 1, 0, True) for C in (64, 192) for stages in (4, 9, 12)]
     cases += [drawn_case(draw) for _ in range(60)]
+    assert_all_right(program.without_mistake, cases[:1])
     assert not all(is_right(run(program, [words(seed, *case)])[0], case) for seed, case in enumerate(cases))

@@ -1,13 +1,14 @@
 """What conv2d_wgmma multiplies where there is a shortcut: its producer's own text (see `wgmma_producer_host`)."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from test_wgmma_split_k_run import drawn, expected_of
-from wgmma_host import ask, build
+from wgmma_host import Program, ask, build, wrong_programs
 from wgmma_producer_host import host_source, tensors
 
 from cupy_resnet.conv2d import Conv2dProblem
@@ -29,7 +30,7 @@ SHAPES = {
 CONFIGS = {f"{c.tile_m}x{c.tile_n}": c for c in WGMMA if c.precision == "tf32"}
 
 
-def is_right(program: Path, problem: Conv2dProblem, blocks: int, seed: int) -> bool:
+def is_right(program: Program, problem: Conv2dProblem, blocks: int, seed: int) -> bool:
     arrays = drawn(problem, seed)
     head = (blocks, *arrays["x0"].shape[1:3])
     y = ask(program, problem, head, tensors(arrays), relu=False)
@@ -40,7 +41,7 @@ def is_right(program: Path, problem: Conv2dProblem, blocks: int, seed: int) -> b
 @pytest.mark.parametrize("form", CONFIGS)
 def test_it_multiplies_both_inputs(tmp_path: Path, form: str) -> None:
     assert COMPILER is not None
-    program = build(COMPILER, tmp_path, host_source(), "program", CONFIGS[form].defines())
+    program = build(COMPILER, tmp_path, host_source().text(), "program", CONFIGS[form].defines())
     for seed, (name, problem) in enumerate(SHAPES.items()):
         for blocks in (1, 3):
             assert is_right(program, problem, blocks, seed), (name, blocks)
@@ -55,11 +56,16 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_found(tmp_path: Path, mistake: str) -> None:
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
     assert COMPILER is not None
-    right, wrong = MISTAKES[mistake]
-    source = host_source()
-    assert source.count(right) == 1, mistake
-    program = build(COMPILER, tmp_path, source.replace(right, wrong), "program", CONFIGS["64x64"].defines())
+    return wrong_programs(
+        COMPILER, tmp_path_factory.mktemp("wrong"), host_source(), MISTAKES, lambda _: CONFIGS["64x64"].defines()
+    )
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(wrong: Callable[[str], Program], mistake: str) -> None:
+    program = wrong(mistake)
+    assert is_right(program.without_mistake, PLAIN, 3, seed=0)
     assert not all(is_right(program, problem, 3, seed) for seed, problem in enumerate(SHAPES.values()))

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import ConvCase, torch_conv2d
-from wgmma_host import build
+from wgmma_host import Program, build, wrong_programs
 from wgmma_split_k_host import host_source, run
 
 from cupy_resnet.conv2d import Conv2dProblem
@@ -34,11 +35,6 @@ SHAPES = {
     "a pixel and a shortcut": replace(PLAIN, N=1, H=1, W=1, shortcut_channels=32, shortcut_stride=2),
 }
 CONFIGS = {f"{c.tile_m}x{c.tile_n}x{c.stages}x{c.split_k_slices}": c for c in WGMMA_SPLIT_K if c.precision == "tf32"}
-
-
-def built(folder: Path, config: WgmmaConfig, source: str) -> Path:
-    assert COMPILER is not None
-    return build(COMPILER, folder, source, "program", config.defines())
 
 
 def drawn(problem: Conv2dProblem, seed: int) -> dict[str, np.ndarray]:
@@ -71,7 +67,7 @@ def expected_of(
     return torch_conv2d(given, ConvCase(problem, relu=relu).arguments)
 
 
-def is_right(program: Path, config: WgmmaConfig, problem: Conv2dProblem, seed: int) -> bool:
+def is_right(program: Program, config: WgmmaConfig, problem: Conv2dProblem, seed: int) -> bool:
     draw = random.Random(seed)
     arrays = drawn(problem, seed)
     bias, in_place, relu = draw.random() < 0.7, draw.random() < 0.3, draw.random() < 0.5
@@ -85,7 +81,8 @@ def is_right(program: Path, config: WgmmaConfig, problem: Conv2dProblem, seed: i
 @pytest.mark.parametrize("form", CONFIGS)
 def test_it_is_exact_on_integers(tmp_path: Path, form: str) -> None:
     config = CONFIGS[form]
-    program = built(tmp_path, config, host_source())
+    assert COMPILER is not None
+    program = build(COMPILER, tmp_path, host_source().text(), "program", config.defines())
     begin = list(CONFIGS).index(form) % 3  # every third shape: the next forms take the others
     for seed, (shape, problem) in list(enumerate(SHAPES.items()))[begin::3]:
         assert problem.depth // config.tile_k >= 2 * config.split_k_slices
@@ -103,11 +100,6 @@ MISTAKES = {
     "sums are sent before they are complete": (SLICES, "warpgroup_wait<0>();", ""),
     "the other blocks may not have begun": (SLICES, "cluster_wait();  // all blocks", "// all blocks"),
     "partial sums are not waited for": (ROWS, "barrier_wait(all_received, 0);", ""),
-    "a stage changes hands": (
-        replace(SLICES, stages=5),
-        "NUM_STAGES % PARTS == 0 && NUM_STAGES > PARTS",
-        "NUM_STAGES > PARTS",
-    ),
     "pixels come too early": (SLICES, "wait_for_earlier_kernels();\n    in_turn", "in_turn"),
     "y is stored too early": (SLICES, "wait_for_earlier_kernels();  //", "//"),
     "the shortcut's pixels are those of the first input": (SLICES, "(place, shortcut.pixels", "(place, factors.pixels"),
@@ -120,12 +112,33 @@ MISTAKES = {
 }
 
 
+TRIES = [(problem, seed) for seed in range(4) for problem in reversed(SHAPES.values())]
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
+    assert COMPILER is not None
+    return wrong_programs(
+        COMPILER,
+        tmp_path_factory.mktemp("wrong"),
+        host_source(),
+        {name: (right, wrong) for name, (_, right, wrong) in MISTAKES.items()},
+        lambda name: MISTAKES[name][0].defines(),
+    )
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_found(tmp_path: Path, mistake: str) -> None:
+def test_a_mistake_is_found(wrong: Callable[[str], Program], mistake: str) -> None:
     """So that what is found right means something."""
-    config, right, wrong = MISTAKES[mistake]
-    source = host_source()
-    assert source.count(right) == 1, mistake
-    program = built(tmp_path, config, source.replace(right, wrong))
-    tries = [(problem, seed) for seed in range(4) for problem in reversed(SHAPES.values())]
-    assert not all(is_right(program, config, problem, seed) for problem, seed in tries)
+    program, config = wrong(mistake), MISTAKES[mistake][0]
+    assert is_right(program.without_mistake, config, PLAIN, seed=0)
+    assert not all(is_right(program, config, problem, seed) for problem, seed in TRIES)
+
+
+def test_stages_must_not_change_hands(tmp_path: Path) -> None:
+    """What the kernel refuses to be compiled for is wrong."""
+    assert COMPILER is not None
+    refused, allowed = "NUM_STAGES % PARTS == 0 && NUM_STAGES > PARTS", "NUM_STAGES > PARTS"
+    config, source = replace(SLICES, stages=5), host_source().with_mistake((refused, allowed))
+    program = build(COMPILER, tmp_path, source.text(), "program", config.defines())
+    assert not all(is_right(program, config, problem, seed) for problem, seed in TRIES)

@@ -7,10 +7,9 @@ a wrong place, makes a wrong result.
 """
 
 import re
-from pathlib import Path
 
 import numpy as np
-from wgmma_host import IM2COL, WAITS, ask, place
+from wgmma_host import IM2COL, WAITS, HostSource, Program, ask, place
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.jit.sources import find_kernel
@@ -173,8 +172,8 @@ void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int colum
     fetch(place, filter_rows(parts, TILE_N, first, 2 * params.K, params.gemm_k, column), barrier);
 }
 void run() {
-    conv2d_wgmma_3xtf32({PIXELS}, {FILTERS}, {RESIDUALS}, with_bias ? bias.data() : nullptr,
-                        in_place ? y.data() : with_residual ? residual.data() : nullptr, y.data(), params);
+    KERNEL({PIXELS}, {FILTERS}, {RESIDUALS}, with_bias ? bias.data() : nullptr,
+           in_place ? y.data() : with_residual ? residual.data() : nullptr, y.data(), params);
     self().ended = true;
     rest();
 }
@@ -231,7 +230,8 @@ void block() {
     }
     for (const Routine& routine : routines) if (!routine.ended) fail("nobody can go on");
 }
-int main() {
+int main(int, char** arguments) {
+    kernel_number = atoi(arguments[1]);
     int head[5];
     if (fread(head, 4, 5, stdin) != 5 || fread(&params, sizeof params, 1, stdin) != 1) return 2;
     draw.seed(head[0]), gridDim.x = head[1], with_bias = head[2], with_residual = head[3], in_place = head[4];
@@ -246,7 +246,7 @@ int main() {
 """
 
 
-def host_source() -> str:
+def host_source() -> HostSource:
     """The program's text."""
     path = find_kernel("conv2d_wgmma_3xtf32").path
     include = path.parent / "include"
@@ -260,11 +260,12 @@ def host_source() -> str:
     )
     assert split
     params = (include / "conv2d_params.cuh").read_text("utf-8").replace("#pragma once", "")
-    return "\n".join([HOST, params, place(), split[0], text, IM2COL, MAIN])
+    before = "\n".join([HOST, params, place(), split[0]])
+    return HostSource(before, text, "conv2d_wgmma_3xtf32", f"{IM2COL}\n{MAIN}")
 
 
 def run(
-    program: Path,
+    program: Program,
     problem: Conv2dProblem,
     arrays: dict[str, np.ndarray],
     *,

@@ -2,7 +2,9 @@
 
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -75,16 +77,105 @@ def place() -> str:
     return str(text)
 
 
-def build(compiler: str, folder: Path, source: str, name: str, defines: dict[str, int | str]) -> Path:
-    """Compiles a program; returns its path."""
-    (folder / f"{name}.cpp").write_text(source, encoding="utf-8")
+Defines = Mapping[str, int | str]
+Mistake = tuple[str, str]
+"""A text that occurs once in a kernel, and what stands in its place."""
+
+
+@dataclass(frozen=True)
+class HostSource:
+    """A program's text.
+
+    Args:
+        before: C++ that plays the GPU.
+        kernel: the kernel's own text.
+        entry: of its functions, the one to call.
+        after: C++ that calls it, by the name of KERNEL, after it has set `kernel_number`.
+    """
+
+    before: str
+    kernel: str
+    entry: str
+    after: str
+
+    def with_mistake(self, mistake: Mistake) -> "HostSource":
+        right, wrong = mistake
+        assert self.kernel.count(right) == 1, right
+        return replace(self, kernel=self.kernel.replace(right, wrong))
+
+    def text(self, mistakes: Sequence[Mistake] = ()) -> str:
+        """Kernel 0 is right, those behind it have a mistake each: what plays the GPU, most of it, is compiled once."""
+        kernels = [self.kernel, *(self.with_mistake(mistake).kernel for mistake in mistakes)]
+        names = [f"kernel_{number}" for number in range(len(kernels))]
+        spaces = [f"namespace {name} {{\n{text}\n}}" for name, text in zip(names, kernels, strict=True)]
+        entries = [f"(decltype(&{names[0]}::{self.entry}))&{name}::{self.entry}" for name in names]
+        table = [
+            f"using namespace {names[0]};",
+            f"decltype(&{self.entry}) const numbered_kernels[] = {{{', '.join(entries)}}};",
+            "int kernel_number;",
+            "#define KERNEL numbered_kernels[kernel_number]",
+        ]
+        # Of functions with C's names there can be only one.
+        return "\n".join([self.before, *(space.replace('extern "C" ', "") for space in spaces), *table, self.after])
+
+
+@dataclass(frozen=True)
+class Program:
+    """What was compiled, a program or a library, and which of its kernels to run: 0, or one with a mistake."""
+
+    path: Path
+    kernel_number: int = 0
+
+    @property
+    def without_mistake(self) -> "Program":
+        return Program(self.path)
+
+    def __call__(self, given: bytes) -> subprocess.CompletedProcess[bytes]:
+        """Runs a program with this input."""
+        command = [self.path, str(self.kernel_number)]
+        return subprocess.run(command, input=given, capture_output=True, timeout=120, check=False)
+
+
+def build(compiler: str, folder: Path, text: str, name: str, defines: Defines) -> Program:
+    """Compiles a program."""
+    (folder / f"{name}.cpp").write_text(text, encoding="utf-8")
     options = ["-std=c++20", "-O1", "-w", *(f"-D{key}={value}" for key, value in defines.items())]
     subprocess.run([compiler, *options, f"{name}.cpp", "-o", name], cwd=folder, check=True)
-    return folder / name
+    return Program(folder / name)
+
+
+def wrong_programs(
+    compiler: str,
+    folder: Path,
+    source: HostSource,
+    mistakes: Mapping[str, Mistake],
+    defines_of: Callable[[str], Defines],
+    build: Callable[[str, Path, str, str, Defines], Program] = build,
+) -> Callable[[str], Program]:
+    """Returns what gives the program with a mistake, by its name. Those of the same form are compiled together.
+
+    Args:
+        compiler: of C++.
+        folder: for the programs.
+        source: what is right.
+        mistakes: by name.
+        defines_of: of a mistake's name, the form that shows it.
+        build: compiles a text.
+    """
+    forms = {name: tuple(defines_of(name).items()) for name in mistakes}
+
+    @cache
+    def built(form: tuple[tuple[str, int | str], ...]) -> dict[str, Program]:
+        names = [name for name in mistakes if forms[name] == form]
+        text = source.text([mistakes[name] for name in names])
+        path = build(compiler, folder, text, f"wrong_{list(mistakes).index(names[0])}", dict(form)).path
+        return {name: Program(path, number) for number, name in enumerate(names, 1)}
+
+    return lambda name: built(forms[name])[name]
 
 
 def ask(
-    program: Path, problem: Conv2dProblem, head: Sequence[int], tensors: Sequence[np.ndarray], *, relu: bool
+    program: Program, problem: Conv2dProblem, head: Sequence[int], tensors: Sequence[np.ndarray], *, relu: bool
 ) -> np.ndarray | str:
     """Runs a program; returns the output of the convolution, or what went wrong.
 
@@ -97,7 +188,7 @@ def ask(
     """
     arrays = b"".join(np.ascontiguousarray(tensor, np.float32).tobytes() for tensor in tensors)
     given = np.array(head, np.int32).tobytes() + conv2d_params(problem, relu).tobytes() + arrays
-    done = subprocess.run([program], input=given, capture_output=True, timeout=120, check=False)
+    done = program(given)
     if done.returncode:
         return done.stderr.decode() or f"exit status {done.returncode}"
     return np.frombuffer(done.stdout, np.float32).reshape(problem.output_shape)

@@ -6,11 +6,9 @@ an error where memory is written that somebody else may still read or write, and
 """
 
 import re
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 
-from wgmma_host import place
+from wgmma_host import HostSource, Program, place
 
 from cupy_resnet.jit.sources import find_kernel
 
@@ -187,12 +185,13 @@ Conv2dParams params;
 bool with_residual;
 void run() {
     static unsigned char something;
-    conv2d_wgmma_patch({PIXELS_OF_X}, {FILTER}, {RESIDUAL}, {OUTPUT}, nullptr,
-                       with_residual ? reinterpret_cast<const ELEMENT*>(&something) : nullptr, shape, params);
+    KERNEL({PIXELS_OF_X}, {FILTER}, {RESIDUAL}, {OUTPUT}, nullptr,
+           with_residual ? reinterpret_cast<const ELEMENT*>(&something) : nullptr, shape, params);
     routines[current].ended = true;
     rest();
 }
-int main() {
+int main(int, char** arguments) {
+    kernel_number = atoi(arguments[1]);
     int seed;
     while (scanf("%d", &seed) == 1) {
         draw.seed(seed);
@@ -258,7 +257,7 @@ PTX = {
 """What an instruction of the kernel's own file becomes."""
 
 
-def host_source() -> str:
+def host_source() -> HostSource:
     """The program's text."""
     path = find_kernel("conv2d_wgmma_patch").path
     text = path.read_text(encoding="utf-8")
@@ -270,19 +269,11 @@ def host_source() -> str:
         return becomes
 
     text = re.sub(r"asm volatile\(.*?\);", replaced, text, flags=re.DOTALL)
-    text = text.replace("extern __shared__", "extern").replace("__shared__", "static").replace("#pragma once", "")
-    return "\n".join([HOST, place(), text, MAIN])
+    text = re.sub(r"extern __shared__.*;|#pragma once", "", text).replace("__shared__", "static")
+    return HostSource("\n".join([HOST, place()]), text, "conv2d_wgmma_patch", MAIN)
 
 
-def build(compiler: str, folder: Path, source: str) -> Path:
-    """Compiles the program; returns its path."""
-    (folder / "block.cpp").write_text(source, encoding="utf-8")
-    options = ["-std=c++20", "-O1", "-w", "-DELEMENT=Half", "-DPIXELS=64", "-DACCUMULATORS=32"]
-    subprocess.run([compiler, *options, "block.cpp", "-o", "block"], cwd=folder, check=True)
-    return folder / "block"
-
-
-def run(program: Path, blocks: Sequence[Sequence[int]]) -> list[list[str]]:
+def run(program: Program, blocks: Sequence[Sequence[int]]) -> list[list[str]]:
     """Runs blocks; returns what each did, a line a step, of which the last one is ``end`` or begins with ``error``.
 
     Args:
@@ -290,9 +281,8 @@ def run(program: Path, blocks: Sequence[Sequence[int]]) -> list[list[str]]:
         blocks: for each a seed, the words of PatchTile and of Conv2dParams, gridDim.x, blockIdx.x, 1 for a residual.
     """
     text = "\n".join(" ".join(map(str, words)) for words in blocks)
-    done = subprocess.run([program], input=text, capture_output=True, text=True, timeout=120, check=False)
     logs: list[list[str]] = [[]]
-    for line in done.stdout.splitlines():
+    for line in program(text.encode()).stdout.decode().splitlines():
         logs[-1].append(line)
         if line == "end" or line.startswith("error"):
             logs.append([])

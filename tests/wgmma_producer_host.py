@@ -7,7 +7,7 @@ events are not here: every slice is there at once, and the product of as many as
 import re
 
 import numpy as np
-from wgmma_host import IM2COL, place
+from wgmma_host import IM2COL, HostSource, place
 
 from cupy_resnet.jit.sources import find_kernel
 
@@ -27,6 +27,15 @@ void barrier_arrive_expecting(unsigned, int bytes);
 void fetch_im2col(unsigned, const TensorMap&, unsigned, int, int, int, int, int, int);
 void fetch_box(unsigned, const TensorMap&, unsigned, int, int);
 void prefetch_box(const TensorMap&, int, int) {}
+int slices;  // of a tile, as many as the kernel counts
+"""
+
+WALK = r"""
+void walk(const Factors& factors, const Factors& shortcut, const Conv2dParams& params, int tiles, int tiles_n) {
+    static Barriers barriers;
+    slices = SLICES;
+    produce(factors, shortcut, nullptr, barriers, 0, params, tiles, tiles_n);
+}
 """
 
 MAIN = r"""
@@ -34,7 +43,6 @@ Conv2dParams params, alone;  // alone: the shortcut as a convolution of its own
 std::vector<float> x, weight, shortcut_x, shortcut_weight, y, pixels, sums;
 int taken, turn;  // slices and tiles of this block
 
-int slices_of(const Conv2dParams& params) { return SLICES; }
 int tiles_n() { return (params.K + TILE_N - 1) / TILE_N; }
 
 void barrier_arrive_expecting(unsigned, int bytes) {
@@ -42,7 +50,7 @@ void barrier_arrive_expecting(unsigned, int bytes) {
 }
 void fetch_im2col(unsigned place, const TensorMap& map, unsigned, int c, int w, int h, int n, int s, int r) {
     if (map.id % 2 != PIXELS) fail("these are no pixels");
-    if (place != (turn * slices_of(params) + taken) % NUM_STAGES * STAGE_BYTES) fail("this is another stage's place");
+    if (place != (turn * slices + taken) % NUM_STAGES * STAGE_BYTES) fail("this is another stage's place");
     const bool first = map.id == PIXELS;
     if (c < 0 || c + 32 > (first ? params.C : alone.C)) fail("there are no such channels");
     pixels = im2col_rows(first ? params : alone, first ? x : shortcut_x, TILE_M, c, w, h, n, s, r);
@@ -61,14 +69,15 @@ void fetch_box(unsigned place, const TensorMap& map, unsigned, int column, int f
             for (int i = 0; i < 32; ++i) sums[m * TILE_N + k] += pixels[m * 32 + i] * filters[k * 32 + i];
         }
     }
-    if (++taken < slices_of(params)) return;
+    if (++taken < slices) return;
     for (int m = 0; m < TILE_M && m0 + m < params.gemm_m; ++m) {
         float* const row = &y[long(m0 + m) * params.K + n0];
         for (int k = 0; k < TILE_N && n0 + k < params.K; ++k) row[k] = sums[m * TILE_N + k];
     }
     taken = 0, ++turn;
 }
-int main() {
+int main(int, char** arguments) {
+    kernel_number = atoi(arguments[1]);
     int head[3];
     if (fread(head, 4, 3, stdin) != 3 || fread(&params, sizeof params, 1, stdin) != 1) return 2;
     alone = params;
@@ -77,13 +86,12 @@ int main() {
     read(x, long(params.N) * params.H * params.W * params.C), read(weight, long(params.K) * params.gemm_k);
     read(shortcut_x, long(params.N) * alone.H * alone.W * alone.C), read(shortcut_weight, long(params.K) * alone.C);
     y.assign(long(params.gemm_m) * params.K, NAN_FLOAT);
-    static Barriers barriers;
     const TensorMap maps[] = {{PIXELS}, {FILTERS}, {SHORTCUT_PIXELS}, {SHORTCUT_FILTERS}};
     gridDim.x = head[0];
     for (blockIdx.x = 0; blockIdx.x < head[0]; ++blockIdx.x) {
         taken = turn = 0;
-        produce({maps[0], maps[1]}, {maps[2], maps[3]}, nullptr, barriers, 0, params,
-                (params.gemm_m + TILE_M - 1) / TILE_M * tiles_n(), tiles_n());
+        KERNEL({maps[0], maps[1]}, {maps[2], maps[3]}, params, (params.gemm_m + TILE_M - 1) / TILE_M * tiles_n(),
+               tiles_n());
         if (taken) fail("a tile's slices are not all there");
     }
     fwrite(y.data(), 4, y.size(), stdout);
@@ -91,15 +99,16 @@ int main() {
 """
 
 
-def host_source() -> str:
+def host_source() -> HostSource:
     """The program's text."""
     path = find_kernel("conv2d_wgmma").path
     kernel = path.read_text(encoding="utf-8")
     (slices,) = re.findall(r"const int slices = (.*?);", kernel, re.DOTALL)
     declarations = re.sub(r'#include "[^"]+"', "", kernel[: kernel.index("// The products of one tile")])
     params = (path.parent / "include" / "conv2d_params.cuh").read_text(encoding="utf-8")
-    main = MAIN.replace("SLICES;", f"{slices};").replace("NAN_FLOAT", '__builtin_nanf("")')
-    return "\n".join([HOST, params.replace("#pragma once", ""), place(), declarations, IM2COL, main])
+    main = MAIN.replace("NAN_FLOAT", '__builtin_nanf("")')
+    before = "\n".join([HOST, params.replace("#pragma once", ""), place()])
+    return HostSource(before, declarations + WALK.replace("SLICES", slices), "walk", f"{IM2COL}\n{main}")
 
 
 def tensors(arrays: dict[str, np.ndarray]) -> list[np.ndarray]:

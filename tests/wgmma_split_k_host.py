@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import numpy as np
-from wgmma_host import IM2COL, WAITS, ask
+from wgmma_host import IM2COL, WAITS, HostSource, Program, ask
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.jit.sources import find_kernel
@@ -211,8 +211,8 @@ void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int colum
     fetch(place, filter_rows(of, TILE_N, first, params.K, depth, column), barrier);
 }
 void run() {
-    conv2d_wgmma_split_k({PIXELS}, {FILTERS}, {SHORTCUT_PIXELS}, {SHORTCUT_FILTERS}, with_bias ? bias.data() : nullptr,
-                         in_place ? y.data() : with_residual ? residual.data() : nullptr, y.data(), params);
+    KERNEL({PIXELS}, {FILTERS}, {SHORTCUT_PIXELS}, {SHORTCUT_FILTERS}, with_bias ? bias.data() : nullptr,
+           in_place ? y.data() : with_residual ? residual.data() : nullptr, y.data(), params);
     self().ended = true;
     rest();
 }
@@ -285,7 +285,8 @@ void cluster(int tile) {
     }
     for (const Routine& routine : routines) if (!routine.ended) fail("nobody can go on");
 }
-int main() {
+int main(int, char** arguments) {
+    kernel_number = atoi(arguments[1]);
     int head[7];
     if (fread(head, 4, 7, stdin) != 7 || fread(&params, sizeof params, 1, stdin) != 1) return 2;
     draw.seed(head[0]), with_bias = head[2], with_residual = head[3], in_place = head[4];
@@ -304,7 +305,7 @@ int main() {
 """
 
 
-def host_source() -> str:
+def host_source() -> HostSource:
     """The program's text."""
     path = find_kernel("conv2d_wgmma_split_k").path
     include = path.parent / "include"
@@ -325,11 +326,12 @@ def host_source() -> str:
     assert "__shared__" not in kernel
     epilogue = text_of(include / "epilogue.cuh")
     epilogue = epilogue[epilogue.index("template <typename Element>\nstruct Epilogue8") :]
-    return "\n".join([HOST, text_of(include / "conv2d_params.cuh"), epilogue, kernel, IM2COL, MAIN])
+    before = "\n".join([HOST, text_of(include / "conv2d_params.cuh"), epilogue])
+    return HostSource(before, kernel, "conv2d_wgmma_split_k", f"{IM2COL}\n{MAIN}")
 
 
 def run(
-    program: Path,
+    program: Program,
     problem: Conv2dProblem,
     arrays: dict[str, np.ndarray],
     *,

@@ -207,8 +207,8 @@ def end_of_bottleneck(
     Returns:
         The block's output, and that of `following` if it was computed along, else None.
     """
-    folded = all(conv is None or conv.batch_norm is None for conv in (middle, last, downsample, following))
-    if not folded or (downsample is not None and not _joint(last, downsample)):
+    folded = all(conv is None or conv.batch_norm is None for conv in (middle, following))
+    if not folded or not _joint(last, downsample):
         y = conv_bn(ops, y, middle, relu=True)
         return end_of_block(ops, y, last, x, downsample, overwrite=overwrite), None
     return ops.conv2d_back_to_back(
@@ -226,6 +226,8 @@ def end_of_bottleneck(
     )
 
 
-def _joint(last: Conv2d, downsample: Conv2d) -> bool:
-    """Whether the sum of both may be one operation: what is behind them is one bias, the first's."""
-    return last.batch_norm is None and downsample.batch_norm is None and downsample.bias is None
+def _joint(last: Conv2d, downsample: Conv2d | None) -> bool:
+    """Whether `last` and the shortcut may be one operation: what is behind them is at most one bias, that of `last`."""
+    if downsample is not None and (downsample.batch_norm is not None or downsample.bias is not None):
+        return False
+    return last.batch_norm is None
