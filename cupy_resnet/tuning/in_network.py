@@ -12,6 +12,7 @@ candidate's time alone, as all in tables: by that it need not be the fastest.
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,10 +23,10 @@ from ..conv2d.tuned import Entry, config_fields
 from ..errors import UnsupportedProblemError
 from ..networks import Network
 from .bench import TOLERANCES, Bench
-from .contest import Standing, contest
+from .contest import Standing
 from .duels import Change, Passes, Ring
 from .entrants import Apart, Candidate, candidates, expected
-from .rounds import BUDGET_SECONDS, Result
+from .rounds import BUDGET_SECONDS, Result, UntrustworthyError, time_alone
 from .workloads import Workload, network_problems, running
 
 logger = logging.getLogger(__name__)
@@ -158,12 +159,8 @@ def _ranked(
     if not ranked:
         racing = [*apart, *dict.fromkeys(kernels[: RACERS + 1])]
         try:
-            with bench.race(workload, racing) as race:
-                runners = [candidate for candidate in racing if candidate not in race.rejected]
-                if 2 * len(runners) < len(racing) and not apart:
-                    return []  # so many are wrong that perhaps it is rather the one that they were compared with
-                ranked = contest(runners, race.sample, over) if runners else []
-        except MemoryError as error:
+            ranked, _ = time_alone(workload, racing, bench, nullcontext(), over)
+        except (MemoryError, UntrustworthyError) as error:
             logger.info("%s is not timed: %s", problem, error)
     return sorted(ranked, key=lambda standing: standing.median)
 

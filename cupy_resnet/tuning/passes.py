@@ -47,7 +47,7 @@ def bind_at_random(network: Network, precision: str, device_id: int) -> tuple[Ne
 
 
 class GpuPasses:
-    """Captures passes of one network for one shape: `in_network.Passes`. A context, within which it is used.
+    """Captures passes of one network for one shape: `duels.Passes`. A context, within which it is used.
 
     On a stream and with memory of its own. Weights are the network's; what kernels derive from them is shared by all
     passes, and goes in the end.
@@ -99,7 +99,7 @@ class GpuPasses:
         self._exit.close()
 
     def capture(self) -> "GpuPass":
-        """Captures the pass with the kernels that are chosen now; see `in_network.Passes.capture`."""
+        """Captures the pass with the kernels that are chosen now; see `duels.Passes.capture`."""
         self.pool.free_all_blocks()
         return GpuPass(self)
 
@@ -110,7 +110,7 @@ class GpuPasses:
 
 
 class GpuPass:
-    """A captured pass, `in_network.CapturedPass`, on the current device, stream and allocator of its `GpuPasses`."""
+    """A captured pass, `duels.CapturedPass`, on the current device, stream and allocator of its `GpuPasses`."""
 
     def __init__(self, passes: GpuPasses) -> None:
         self._passes = passes

@@ -6,6 +6,7 @@ Then through what may be one kernel, smaller things first: it races the fastest 
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from ..conv2d import Device
@@ -143,7 +144,7 @@ def tune(
         timer = _Timer(clock, (budget_s - spent) / (len(entrants) - done))
         try:
             result = _timed(workload, entrants[workload], bench, spread_nan, timer)
-        except (MemoryError, _UntrustworthyError) as error:
+        except (MemoryError, UntrustworthyError) as error:
             skipped[workload] = str(error)
             continue
         spent += timer.elapsed
@@ -157,24 +158,41 @@ def tune(
 def _timed(
     workload: Workload, entrants: Sequence[Candidate], bench: Bench, spread_nan: bool, timer: "_Timer"
 ) -> Result:
-    """Times one convolution.
+    """Times one convolution; raises what `time_alone` does."""
+    model = _by_model(workload.problem, entrants, bench.device, spread_nan)
+    standings, rejected = time_alone(workload, entrants, bench, timer, timer.over)
+    return Result(workload, spread_nan, tuple(standings), rejected, model)
+
+
+def time_alone(
+    workload: Workload,
+    entrants: Sequence[Candidate],
+    bench: Bench,
+    timing: AbstractContextManager[object],
+    over: Callable[[], bool],
+) -> tuple[list[Standing[Candidate]], dict[Candidate, str]]:
+    """Returns the standings of candidates on one convolution, and those that are rejected with the reason.
+
+    Args:
+        workload, entrants: what is computed, and by which candidates; what has pieces begins with them.
+        bench: what times.
+        timing: around the contest, for which the candidates are compiled and compared by then.
+        over: whether the time is up.
 
     Raises:
         MemoryError: there is no room for it.
-        _UntrustworthyError: more than half of the candidates are wrong, so perhaps rather the one they differ from. Of
-            what has pieces, that would be those, which have proved themselves.
+        UntrustworthyError: more than half of the candidates are wrong, so perhaps rather the one they differ from. Of
+            what has pieces, that would be those, which have proved themselves; there, all must be wrong.
     """
-    model = _by_model(workload.problem, entrants, bench.device, spread_nan)
     with bench.race(workload, entrants) as race:
         rejected = dict(race.rejected)
         for candidate, reason in rejected.items():
             logger.warning("%s: %s is not considered: %s", workload.problem, candidate, reason)
         runners = [candidate for candidate in entrants if candidate not in rejected]
-        if 2 * len(runners) < len(entrants) and not isinstance(entrants[0], Apart):
-            raise _UntrustworthyError(f"only {len(runners)} of {len(entrants)} candidates agree")
-        with timer:
-            standings = contest(runners, race.sample, timer.over)
-    return Result(workload, spread_nan, tuple(standings), rejected, model)
+        if not runners or (2 * len(runners) < len(entrants) and not isinstance(entrants[0], Apart)):
+            raise UntrustworthyError(f"only {len(runners)} of {len(entrants)} candidates agree")
+        with timing:
+            return contest(runners, race.sample, over), rejected
 
 
 def _by_model(problem: Problem, entrants: Sequence[Candidate], device: Device, spread_nan: bool) -> Candidate:
@@ -182,7 +200,7 @@ def _by_model(problem: Problem, entrants: Sequence[Candidate], device: Device, s
     return together(problem, device, spread_nan=spread_nan, use_tables=False) or entrants[0]
 
 
-class _UntrustworthyError(Exception):
+class UntrustworthyError(Exception):
     """Outputs that disagree: nothing can be said."""
 
 
