@@ -2,7 +2,6 @@
 `back_to_back_host`)."""
 
 import random
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -12,12 +11,11 @@ import numpy as np
 import pytest
 from back_to_back_host import host_source, run
 from test_back_to_back_run import FULL_FILTERS, FULL_PIXELS, SHAPES, WIDE, convolution, drawn, seed_of
-from wgmma_host import Defines, Program, build, wrong_programs
+from wgmma_host import COMPILER, Defines, Program, build, wrong_programs
 
 from cupy_resnet.conv2d import Conv2dPair, Conv2dProblem
 from cupy_resnet.conv2d.back_to_back import configurations
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -99,10 +97,7 @@ def form_for(mistake: str) -> Defines:
     return {**FORMS["128x64x128"], **stages}
 
 
-@pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
-    assert COMPILER is not None
-    return wrong_programs(COMPILER, tmp_path_factory.mktemp("wrong"), host_source(), MISTAKES, form_for)
+wrong = wrong_programs(host_source, MISTAKES, form_for)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

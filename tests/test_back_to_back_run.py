@@ -1,7 +1,6 @@
 """What conv2d_wgmma_b2b computes: its own text, run on the host in many orders (see `back_to_back_host`)."""
 
 import random
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
@@ -10,12 +9,11 @@ import numpy as np
 import pytest
 from back_to_back_host import host_source, run
 from helpers import ConvCase, torch_conv2d
-from wgmma_host import Defines, Program, build, wrong_programs
+from wgmma_host import COMPILER, Defines, Program, build, wrong_programs
 
 from cupy_resnet.conv2d import Conv2dPair, Conv2dProblem
 from cupy_resnet.conv2d.back_to_back import configurations
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 PLAIN = Conv2dProblem(N=3, H=9, W=7, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, precision="bf16")
@@ -148,10 +146,7 @@ def form_for(mistake: str) -> Defines:
     return FORMS["128x64"] if "resident" in mistake else {**FORMS["128x128"], "PIXEL_STAGES": 3, "FILTER_STAGES": 3}
 
 
-@pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
-    assert COMPILER is not None
-    return wrong_programs(COMPILER, tmp_path_factory.mktemp("wrong"), host_source(), MISTAKES, form_for)
+wrong = wrong_programs(host_source, MISTAKES, form_for)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -1,6 +1,5 @@
 """conv2d_stem_wgmma's own text on the host: every index, and who waits for whom (see `stem_wgmma_host`)."""
 
-import shutil
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -9,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 from stem_wgmma_host import Result, build, host_source, run
-from wgmma_host import Program, wrong_programs
+from wgmma_host import COMPILER, Program, wrong_programs
 
 from cupy_resnet.conv2d.stem_wgmma import _defines
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 Libraries = Callable[..., Program]
@@ -201,11 +199,7 @@ MISTAKES = {
 """What is wrong → correct text, wrong text."""
 
 
-@pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
-    assert COMPILER is not None
-    folder, defines = tmp_path_factory.mktemp("wrong"), _defines("fp16", "float", 4, 64)
-    return wrong_programs(COMPILER, folder, host_source(), MISTAKES, lambda _: defines, build)
+wrong = wrong_programs(host_source, MISTAKES, lambda _: _defines("fp16", "float", 4, 64), build)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -1,7 +1,6 @@
 """What conv2d_wgmma_3xtf32 computes: its own text, run on the host in many orders (see `wgmma_3xtf32_host`)."""
 
 import random
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -10,13 +9,12 @@ import numpy as np
 import pytest
 from helpers import ConvCase, torch_conv2d
 from wgmma_3xtf32_host import host_source, run
-from wgmma_host import Program, build, wrong_programs
+from wgmma_host import COMPILER, Program, build, wrong_programs
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.configs import WGMMA_3XTF32
 from cupy_resnet.conv2d.wgmma_3xtf32 import split_tf32
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 PLAIN = Conv2dProblem(N=3, H=9, W=7, C=64, K=72, R=3, S=3, pad_h=1, pad_w=1, precision="fp32-tc")
@@ -123,12 +121,7 @@ MISTAKES = {
 }
 
 
-@pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
-    assert COMPILER is not None
-    return wrong_programs(
-        COMPILER, tmp_path_factory.mktemp("wrong"), host_source(), MISTAKES, lambda _: WGMMA_3XTF32[0].defines()
-    )
+wrong = wrong_programs(host_source, MISTAKES, lambda _: WGMMA_3XTF32[0].defines())
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -1,20 +1,18 @@
 """Who waits for whom in conv2d_wgmma_patch: its own text, run on the host in many orders (see `wgmma_patch_host`)."""
 
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
-from wgmma_host import Program, build, wrong_programs
+from wgmma_host import COMPILER, Program, build, wrong_programs
 from wgmma_patch_host import host_source, run
 
 from cupy_resnet.conv2d import H100, Conv2dProblem
 from cupy_resnet.conv2d.params import conv2d_params
 from cupy_resnet.conv2d.wgmma_patch import PatchTile, patch_tile
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 PIXELS = 64
@@ -148,10 +146,7 @@ MISTAKES = {
 }
 
 
-@pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
-    assert COMPILER is not None
-    return wrong_programs(COMPILER, tmp_path_factory.mktemp("wrong"), host_source(), MISTAKES, lambda _: DEFINES)
+wrong = wrong_programs(host_source, MISTAKES, lambda _: DEFINES)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -1,6 +1,5 @@
 """What conv2d_wgmma multiplies where there is a shortcut: its producer's own text (see `wgmma_producer_host`)."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_wgmma_split_k_run import drawn, expected_of
-from wgmma_host import Program, ask, build, wrong_programs
+from wgmma_host import COMPILER, Program, ask, build, wrong_programs
 from wgmma_producer_host import host_source, tensors
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.configs import WGMMA
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 PLAIN = Conv2dProblem(N=3, H=9, W=7, C=64, K=72, R=3, S=3, pad_h=1, pad_w=1, precision="tf32")
@@ -56,12 +54,7 @@ MISTAKES = {
 }
 
 
-@pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
-    assert COMPILER is not None
-    return wrong_programs(
-        COMPILER, tmp_path_factory.mktemp("wrong"), host_source(), MISTAKES, lambda _: CONFIGS["64x64"].defines()
-    )
+wrong = wrong_programs(host_source, MISTAKES, lambda _: CONFIGS["64x64"].defines())
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

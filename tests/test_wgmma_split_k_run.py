@@ -1,7 +1,6 @@
 """What conv2d_wgmma_split_k computes: its own text, run on the host in many orders (see `wgmma_split_k_host`)."""
 
 import random
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import ConvCase, torch_conv2d
-from wgmma_host import Program, build, wrong_programs
+from wgmma_host import COMPILER, Program, build, wrong_programs
 from wgmma_split_k_host import host_source, run
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.configs import WGMMA_SPLIT_K, WgmmaConfig
 from cupy_resnet.conv2d.tensor_core_variants import tile_count
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 PLAIN = Conv2dProblem(N=3, H=6, W=7, C=64, K=72, R=3, S=3, pad_h=1, pad_w=1, precision="tf32")
@@ -115,16 +113,11 @@ MISTAKES = {
 TRIES = [(problem, seed) for seed in range(4) for problem in reversed(SHAPES.values())]
 
 
-@pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
-    assert COMPILER is not None
-    return wrong_programs(
-        COMPILER,
-        tmp_path_factory.mktemp("wrong"),
-        host_source(),
-        {name: (right, wrong) for name, (_, right, wrong) in MISTAKES.items()},
-        lambda name: MISTAKES[name][0].defines(),
-    )
+wrong = wrong_programs(
+    host_source,
+    {name: (right, wrong) for name, (_, right, wrong) in MISTAKES.items()},
+    lambda name: MISTAKES[name][0].defines(),
+)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

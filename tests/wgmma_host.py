@@ -1,17 +1,23 @@
 """What the kernels that run as programs of the host share: C++ for both, and how a program is built and asked."""
 
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.params import conv2d_params
 from cupy_resnet.jit.sources import find_kernel
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+"""Of C++; the tests that need it are skipped where there is none."""
 
 WAITS = r"""
 unsigned long long operand(unsigned address) { return (address & 0x3ffff) >> 4; }
@@ -145,33 +151,38 @@ def build(compiler: str, folder: Path, text: str, name: str, defines: Defines) -
 
 
 def wrong_programs(
-    compiler: str,
-    folder: Path,
-    source: HostSource,
+    source: Callable[[], HostSource],
     mistakes: Mapping[str, Mistake],
     defines_of: Callable[[str], Defines],
     build: Callable[[str, Path, str, str, Defines], Program] = build,
-) -> Callable[[str], Program]:
-    """Returns what gives the program with a mistake, by its name. Those of the same form are compiled together.
+) -> Any:
+    """Returns a module's fixture: what gives the program with a mistake, by its name.
+
+    Programs are compiled when they are first asked for, those of the same form together.
 
     Args:
-        compiler: of C++.
-        folder: for the programs.
         source: what is right.
         mistakes: by name.
         defines_of: of a mistake's name, the form that shows it.
         build: compiles a text.
     """
-    forms = {name: tuple(defines_of(name).items()) for name in mistakes}
 
-    @cache
-    def built(form: tuple[tuple[str, int | str], ...]) -> dict[str, Program]:
-        names = [name for name in mistakes if forms[name] == form]
-        text = source.text([mistakes[name] for name in names])
-        path = build(compiler, folder, text, f"wrong_{list(mistakes).index(names[0])}", dict(form)).path
-        return {name: Program(path, number) for number, name in enumerate(names, 1)}
+    @pytest.fixture(scope="module")
+    def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
+        assert COMPILER is not None
+        compiler, folder, right = COMPILER, tmp_path_factory.mktemp("wrong"), source()
+        forms = {name: tuple(defines_of(name).items()) for name in mistakes}
 
-    return lambda name: built(forms[name])[name]
+        @cache
+        def built(form: tuple[tuple[str, int | str], ...]) -> dict[str, Program]:
+            names = [name for name in mistakes if forms[name] == form]
+            text = right.text([mistakes[name] for name in names])
+            path = build(compiler, folder, text, f"wrong_{list(mistakes).index(names[0])}", dict(form)).path
+            return {name: Program(path, number) for number, name in enumerate(names, 1)}
+
+        return lambda name: built(forms[name])[name]
+
+    return wrong
 
 
 def ask(
