@@ -35,7 +35,10 @@ constexpr int LANES_M = 8, LANES_N = 4;  // how a warp's lanes cover its tile
 constexpr int WARP_M = LANES_M * THREAD_M, WARP_N = LANES_N * THREAD_N;
 constexpr int WARPS_M = TILE_M / WARP_M, WARPS_N = TILE_N / WARP_N;
 constexpr int THREADS = 32 * WARPS_M * WARPS_N;
+constexpr int MOST_UNDER_WAY = SUM_SLICES > 0 ? 32 : 64;  // residuals of a thread at once, so that registers hold them
+constexpr int UNDER_WAY = THREAD_M * THREAD_N < MOST_UNDER_WAY ? THREAD_M * THREAD_N : MOST_UNDER_WAY;
 static_assert(TILE_M % WARP_M == 0 && TILE_N % WARP_N == 0, "warps must cover the tile");
+static_assert(THREAD_M * THREAD_N % UNDER_WAY == 0, "residuals come in equal numbers");
 static_assert(THREAD_M % 4 == 0 && THREAD_N % 4 == 0, "a thread's pixels and filters come in groups of 4");
 static_assert(TILE_M % 32 == 0 && TILE_N % 32 == 0, "the swizzle permutes 32 neighbours");
 static_assert(VECTOR == 1 || VECTOR == 4, "elements per load");
@@ -156,7 +159,7 @@ struct SliceLoader {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 conv2d_implicit_gemm(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ bias,
-                     const float* __restrict__ residual, float* __restrict__ y, const Conv2dParams params) {
+                     const float* residual, float* y, const Conv2dParams params) {
     __shared__ __align__(16) float pixel_slices[2][TILE_K * TILE_M];
     __shared__ __align__(16) float filter_slices[2][TILE_K * TILE_N];
 
@@ -226,28 +229,30 @@ conv2d_implicit_gemm(const float* __restrict__ x, const float* __restrict__ filt
     }
 
     const Epilogue epilogue{bias, residual, params.relu};
+    const int first_k = group * params.group_filters + k0 + thread_n, filters_left = params.group_filters - k0 - thread_n;
+    const auto columns_of = [&](int j) { return min(max(filters_left - j * 4, 0), 4); };
+    float biases[THREAD_N];
 #pragma unroll
-    for (int i = 0; i < THREAD_M; ++i) {
-        const int m = m0 + thread_m + i / 4 * 32 + i % 4;
-        if (m >= params.gemm_m) continue;
-        const long long row = static_cast<long long>(m) * params.K;
+    for (int j = 0; j < THREAD_N; j += 4) epilogue.load_bias<VECTOR == 4>(biases + j, first_k + j * 4, columns_of(j));
+
+    // Many residuals are under way before the first of these outputs is stored: y may be the residual.
 #pragma unroll
-        for (int j = 0; j < THREAD_N; j += 4) {
-            const int group_k = k0 + thread_n + j * 4;
-            const int k = group * params.group_filters + group_k;
-            if constexpr (VECTOR == 4) {
-                if (group_k >= params.group_filters) continue;
-                const float4 v =
-                    make_float4(accumulator[i][j], accumulator[i][j + 1], accumulator[i][j + 2], accumulator[i][j + 3]);
-                *reinterpret_cast<float4*>(y + row + k) = epilogue(v, k, row + k);
-            } else {
+    for (int first = 0; first < THREAD_M * THREAD_N; first += UNDER_WAY) {
+        float shortcuts[UNDER_WAY];
 #pragma unroll
-                for (int jj = 0; jj < 4; ++jj) {
-                    if (group_k + jj < params.group_filters) {
-                        y[row + k + jj] = epilogue(accumulator[i][j + jj], k + jj, row + k + jj);
-                    }
-                }
-            }
+        for (int f = 0; f < UNDER_WAY; f += 4) {
+            const int i = (first + f) / THREAD_N, j = (first + f) % THREAD_N;
+            const int m = m0 + thread_m + i / 4 * 32 + i % 4, k = first_k + j * 4;
+            const int columns = m < params.gemm_m ? columns_of(j) : 0;
+            epilogue.load_residual<VECTOR == 4>(shortcuts + f, static_cast<long long>(m) * params.K + k, columns);
+        }
+#pragma unroll
+        for (int f = 0; f < UNDER_WAY; f += 4) {
+            const int i = (first + f) / THREAD_N, j = (first + f) % THREAD_N;
+            const int m = m0 + thread_m + i / 4 * 32 + i % 4, k = first_k + j * 4;
+            const int columns = m < params.gemm_m ? columns_of(j) : 0;
+            epilogue.store<VECTOR == 4>(y, static_cast<long long>(m) * params.K + k, columns, &accumulator[i][j], biases + j,
+                                        shortcuts + f);
         }
     }
 }

@@ -74,7 +74,7 @@ extern "C" __global__ void SLICES_IN_A_CLUSTER __launch_bounds__(THREADS, MIN_BL
     };
     let_next_kernel_start();
 #if SPLIT_K_CLUSTER > 1
-    ClusterReduction::begin();
+    ClusterReduction::prepare();
 #endif
     Loader ahead = loader;  // filters do not depend on earlier kernels, nor on where pixels lie: they come first
 #pragma unroll
@@ -84,6 +84,9 @@ extern "C" __global__ void SLICES_IN_A_CLUSTER __launch_bounds__(THREADS, MIN_BL
     }
     for (int i = threadIdx.x; i < TILE_M; i += THREADS) rows[i] = PixelRow(params, m0 + i, group);
     __syncthreads();
+#if SPLIT_K_CLUSTER > 1
+    ClusterReduction::begin();
+#endif
     Loader::PixelSources<TILE_M> early[NUM_STAGES - 1];
     if constexpr (FOUND_EARLY) {
 #pragma unroll

@@ -107,7 +107,7 @@ extern "C" __global__ void SLICES_IN_A_CLUSTER __launch_bounds__(THREADS, MIN_BL
 
     let_next_kernel_start();
 #if SPLIT_K_CLUSTER > 1
-    ClusterReduction::begin();
+    ClusterReduction::prepare();
 #endif
 #pragma unroll
     for (int slice = 0; slice < NUM_STAGES - 1; ++slice) load_filters(slice);  // they do not depend on earlier kernels
@@ -119,6 +119,9 @@ extern "C" __global__ void SLICES_IN_A_CLUSTER __launch_bounds__(THREADS, MIN_BL
         row_offsets[i] = valid ? (static_cast<long long>(n) * params.H + h) * params.W * params.C : -64;
     }
     __syncthreads();
+#if SPLIT_K_CLUSTER > 1
+    ClusterReduction::begin();
+#endif
     wait_for_earlier_kernels();
     load_patch(first_channels);
     copy_async_commit();

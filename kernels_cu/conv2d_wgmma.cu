@@ -1,5 +1,5 @@
 // conv2d_wgmma: implicit GEMM on Hopper: warpgroup instructions, fed by the tensor memory accelerator.
-// @solves 2-D convolution on the tensor cores of compute capability 9.0 (fp16, bf16, TF32)
+// @solves 2-D convolution, and a shortcut along with it, on the tensor cores of compute capability 9.0 (fp16, bf16, TF32)
 // @arch sm_90a
 //
 // Equation   as conv2d_direct, one group; sums in fp32. The accelerator rounds TF32 operands to nearest on their way.

@@ -1,5 +1,5 @@
 // conv2d_wgmma_b2b: two convolutions back to back: what the first computes goes to the second in registers.
-// @solves a convolution and the one or two 1×1 behind it, with a residual, on the tensor cores of compute capability 9.0
+// @solves a convolution, the one or two 1×1 behind it and a residual on the tensor cores of compute capability 9.0 (fp16, bf16)
 // @arch sm_90a
 //
 // Equation   y = relu?(conv1×1(relu?(conv(x, first) + first_bias), second) + second_bias + residual): the end of a ResNet's

@@ -132,6 +132,25 @@ struct InputTile {
     }
 };
 
+// Where the 2×2 outputs of one tile lie.
+struct OutputTile {
+    const Conv2dParams& params;
+    int rows, columns;  // that exist: 2, 1 at the lower or right edge, none past the last tile
+    long long first;    // element of the upper left output's first filter
+
+    __device__ __forceinline__ OutputTile(const Conv2dParams& params, int tile, int tiles_p, int tiles_q) : params(params) {
+        const int q = tile % tiles_q * 2, p = tile / tiles_q % tiles_p * 2, n = tile / tiles_q / tiles_p;
+        rows = n < params.N ? min(params.P - p, 2) : 0;
+        columns = min(params.Q - q, 2);
+        first = ((static_cast<long long>(n) * params.P + p) * params.Q + q) * params.K;
+    }
+
+    __device__ __forceinline__ bool has(int i, int j) const { return i < rows && j < columns; }
+    __device__ __forceinline__ long long offset(int i, int j) const {
+        return first + (static_cast<long long>(i) * params.Q + j) * params.K;
+    }
+};
+
 __device__ __forceinline__ void load_transformed(float* slice, const float* __restrict__ source) {
 #pragma unroll
     for (int i = threadIdx.x * 4; i < TRANSFORMED; i += THREADS * 4) copy_async<16>(slice + i, source + i, true);
@@ -139,8 +158,7 @@ __device__ __forceinline__ void load_transformed(float* slice, const float* __re
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv2d_winograd(const float* __restrict__ x, const float* __restrict__ transformed, const float* __restrict__ bias,
-                const float* __restrict__ residual, float* __restrict__ y, const int channels,
-                const Conv2dParams params) {
+                const float* residual, float* y, const int channels, const Conv2dParams params) {
     extern __shared__ __align__(16) float shared[];
     float* const input_slices = shared;                     // [2][16][CHUNK][TILES], swizzled
     float* const filter_slices = shared + 2 * INPUT;        // [2][16][CHUNK][TILE_K]
@@ -194,9 +212,25 @@ conv2d_winograd(const float* __restrict__ x, const float* __restrict__ transform
     }
 
     // Output transform: the 16 products of a tile lie in 16 warps. They meet in shared memory, half the filters at a
-    // time, as [ξ][tile][32 filters]; then each thread computes the 2×2 outputs of two (tile, filter) pairs.
+    // time, as [ξ][tile][32 filters]; then each thread computes the 2×2 outputs of two (tile, filter) pairs. All residuals
+    // are under way before that, and so before the first output is stored: y may be the residual.
     const Epilogue epilogue{bias, residual, params.relu};
-    const int k_lane = threadIdx.x % 32;
+    const int first_k = k_tile * TILE_K + threadIdx.x % 32;
+    const OutputTile outputs[2] = {OutputTile(params, tile0 + xi, tiles_p, tiles_q),
+                                   OutputTile(params, tile0 + 16 + xi, tiles_p, tiles_q)};
+    float biases[2] = {}, shortcuts[2][2][4] = {};  // [half][pass][output]
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int k = first_k + half * 32;
+        if (k >= params.K) continue;
+        biases[half] = epilogue.load_bias(k);
+#pragma unroll
+        for (int f = 0; f < 8; ++f) {
+            const OutputTile& tile = outputs[f / 4];
+            const int i = f / 2 % 2, j = f % 2;
+            if (tile.has(i, j)) shortcuts[half][f / 4][f % 4] = epilogue.load_residual(tile.offset(i, j) + k);
+        }
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         __syncthreads();
@@ -208,34 +242,25 @@ conv2d_winograd(const float* __restrict__ x, const float* __restrict__ transform
                             accumulator[i][4 * half + 3]);
         }
         __syncthreads();
-        const int k = k_tile * TILE_K + half * 32 + k_lane;
+        const int k = first_k + half * 32;
         if (k >= params.K) continue;
 #pragma unroll
         for (int pass = 0; pass < 2; ++pass) {
-            const int tile = pass * 16 + xi;
-            int index = tile0 + tile;
-            if (index >= params.N * tiles_p * tiles_q) continue;
             float m[4][4], rows[2][4];
 #pragma unroll
-            for (int e = 0; e < 16; ++e) m[e / 4][e % 4] = shared[(e * TILES + tile) * 32 + k_lane];
+            for (int e = 0; e < 16; ++e) m[e / 4][e % 4] = shared[(e * TILES + pass * 16 + xi) * 32 + threadIdx.x % 32];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 rows[0][j] = m[0][j] + m[1][j] + m[2][j];
                 rows[1][j] = m[1][j] - m[2][j] - m[3][j];
             }
-            const int q = index % tiles_q * 2;
-            index /= tiles_q;
-            const int p = index % tiles_p * 2;
-            const int n = index / tiles_p;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const float out[2] = {rows[i][0] + rows[i][1] + rows[i][2], rows[i][1] - rows[i][2] - rows[i][3]};
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    if (p + i >= params.P || q + j >= params.Q) continue;
-                    const long long pixel = (static_cast<long long>(n) * params.P + p + i) * params.Q + q + j;
-                    const long long offset = pixel * params.K + k;
-                    y[offset] = epilogue(out[j], k, offset);
+                    if (!outputs[pass].has(i, j)) continue;
+                    y[outputs[pass].offset(i, j) + k] = epilogue.finish(out[j], biases[half], shortcuts[half][pass][2 * i + j]);
                 }
             }
         }

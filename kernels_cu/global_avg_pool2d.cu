@@ -27,8 +27,8 @@ static_assert(CHANNELS <= COLUMNS * ROWS, "at the end a thread has one channel")
 extern "C" __global__ void __launch_bounds__(COLUMNS * ROWS, 4)
 global_avg_pool2d(const ELEMENT* x, float* __restrict__ y, int N, int pixels, int C) {  // x: no load before the wait
     __shared__ float partial[ROWS][CHANNELS];
-    wait_for_earlier_kernels();
     let_next_kernel_start();
+    wait_for_earlier_kernels();
     const int column = threadIdx.x * VECTOR;  // within the block's channels
     const int c = blockIdx.x * CHANNELS + column;
     const int thread = threadIdx.y * COLUMNS + threadIdx.x;

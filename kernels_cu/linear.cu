@@ -8,9 +8,9 @@
 //            is read once per ROWS images, and the 8 warps of a block share x through L1.
 // Requires   VECTOR = 4: C a multiple of 4.
 // Bound      memory, by the weights: a lane has IN_FLIGHT loads of them under way; a minimum of resident blocks is
-//            stated so that the compiler does not save registers by taking turns. Started before
-//            the kernel in front of it has ended, it brings the weights to L2 meanwhile. Many images are a matter for the
-//            convolution kernels.
+//            stated so that the compiler does not save registers by taking turns. Started before the kernel in front of it
+//            has ended, it loads them meanwhile: of one image all that a classifier of up to 2048 features has, of more as
+//            much as there are registers for. Many images are a matter for the convolution kernels.
 // Numbers    An image's result depends neither on N nor on its place among them.
 #include "dependent_launch.cuh"
 #include "elementwise.cuh"
@@ -20,7 +20,7 @@
 #define VECTOR 4  // elements per load: 4 or 1
 #endif
 
-constexpr int WARPS = 8, IN_FLIGHT = ROWS == 1 ? 8 : 4;
+constexpr int WARPS = 8, IN_FLIGHT = ROWS == 1 ? 16 : 4;
 
 // Loads VECTOR values, or sets them to zero.
 __device__ __forceinline__ void load_if(bool valid, const float* source, float (&values)[VECTOR]) {
@@ -29,22 +29,21 @@ __device__ __forceinline__ void load_if(bool valid, const float* source, float (
     if (valid) load(source, values);
 }
 
-// Brings a row of weights to L2. Weights are no kernel's output, so that this need not wait for earlier kernels.
-__device__ __forceinline__ void prefetch(const float* row, int C, int lane) {
-#if __CUDA_ARCH__ >= 900
-    for (int c = lane * 32; c < C; c += 32 * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + c));
-#endif
-}
-
-// x is not __restrict__, so that no load of it moves before the wait.
+// Neither x nor weight is __restrict__, so that no load of x moves before the wait, and none of the weights behind it.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
-linear(const float* x, const float* __restrict__ weight, const float* __restrict__ bias, float* __restrict__ y, int N, int C,
+linear(const float* x, const float* weight, const float* __restrict__ bias, float* __restrict__ y, int N, int C,
        int K) {
     const int lane = threadIdx.x % 32;
     const int k = blockIdx.x * WARPS + threadIdx.x / 32;
     if (k >= K) return;
     const float* const weight_row = weight + static_cast<long long>(k) * C;
-    prefetch(weight_row, C, lane);
+    constexpr int STEP = 32 * VECTOR;
+    float weights[IN_FLIGHT][VECTOR];
+    const auto load_weights = [&](int c0) {
+#pragma unroll
+        for (int j = 0; j < IN_FLIGHT; ++j) load_if(c0 + j * STEP < C, weight_row + c0 + j * STEP, weights[j]);
+    };
+    load_weights(lane * VECTOR);  // no kernel's output, so that they need not wait for earlier kernels
     wait_for_earlier_kernels();
 
     const int n0 = blockIdx.y * ROWS;
@@ -53,11 +52,8 @@ linear(const float* x, const float* __restrict__ weight, const float* __restrict
     for (int i = 0; i < ROWS; ++i) x_rows[i] = x + static_cast<long long>(min(n0 + i, N - 1)) * C;
 
     float sums[ROWS] = {};
-    constexpr int STEP = 32 * VECTOR;
     for (int c0 = lane * VECTOR; c0 < C; c0 += STEP * IN_FLIGHT) {
-        float weights[IN_FLIGHT][VECTOR];
-#pragma unroll
-        for (int j = 0; j < IN_FLIGHT; ++j) load_if(c0 + j * STEP < C, weight_row + c0 + j * STEP, weights[j]);
+        if (c0 >= STEP * IN_FLIGHT) load_weights(c0);
 #pragma unroll
         for (int j = 0; j < IN_FLIGHT; ++j) {
 #pragma unroll

@@ -20,6 +20,7 @@
 constexpr int TILE_M = 128, TILE_N = 128, TILE_K = 16;
 constexpr int THREAD_M = 8, THREAD_N = 8;
 constexpr int THREADS = 256;
+constexpr int UNDER_WAY = 32;  // residuals of a thread at once, so that 128 registers hold them
 constexpr int PAD = 4;  // keeps the transposing stores of a warp in different banks and rows 16-byte aligned
 static_assert(TILE_M / THREAD_M * (TILE_N / THREAD_N) == THREADS, "one 8×8 tile per thread");
 static_assert(VECTOR == 1 || VECTOR == 4, "elements per load");
@@ -48,7 +49,7 @@ __device__ __forceinline__ void load_tile(float (&tile)[TILE_K][128 + PAD], cons
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 sgemm(const float* __restrict__ a, const float* __restrict__ b, const float* __restrict__ bias,
-      const float* __restrict__ residual, float* __restrict__ y, long long lda, long long stride_a, int ldy, int gemm_m,
+      const float* residual, float* y, long long lda, long long stride_a, int ldy, int gemm_m,
       int gemm_n, int gemm_k, int with_relu) {
     __shared__ __align__(16) float a_tile[TILE_K][TILE_M + PAD];
     __shared__ __align__(16) float b_tile[TILE_K][TILE_N + PAD];
@@ -89,17 +90,28 @@ sgemm(const float* __restrict__ a, const float* __restrict__ b, const float* __r
     }
 
     const Epilogue epilogue{bias, residual, with_relu};
+    const int first_k = group * gemm_n + n0 + tn;
+    const auto columns_of = [&](int j) { return min(max(gemm_n - n0 - tn - j * 16, 0), 4); };
+    float biases[THREAD_N];
 #pragma unroll
-    for (int i = 0; i < THREAD_M; ++i) {
-        const int m = m0 + tm + i;
-        if (m >= gemm_m) break;
+    for (int j = 0; j < THREAD_N; j += 4) epilogue.load_bias<false>(biases + j, first_k + j * 16, columns_of(j));
+
+    // Many residuals are under way before the first of these outputs is stored: y may be the residual.
 #pragma unroll
-        for (int j = 0; j < THREAD_N; ++j) {
-            const int n = n0 + tn + j / 4 * 64 + j % 4;
-            if (n >= gemm_n) continue;
-            const int k = group * gemm_n + n;
-            const long long offset = static_cast<long long>(m) * ldy + k;
-            y[offset] = epilogue(accumulator[i][j], k, offset);
+    for (int first = 0; first < THREAD_M * THREAD_N; first += UNDER_WAY) {
+        float shortcuts[UNDER_WAY];
+#pragma unroll
+        for (int f = 0; f < UNDER_WAY; f += 4) {
+            const int i = (first + f) / THREAD_N, j = (first + f) % THREAD_N, m = m0 + tm + i, k = first_k + j * 16;
+            const int columns = m < gemm_m ? columns_of(j) : 0;
+            epilogue.load_residual<false>(shortcuts + f, static_cast<long long>(m) * ldy + k, columns);
+        }
+#pragma unroll
+        for (int f = 0; f < UNDER_WAY; f += 4) {
+            const int i = (first + f) / THREAD_N, j = (first + f) % THREAD_N, m = m0 + tm + i, k = first_k + j * 16;
+            const int columns = m < gemm_m ? columns_of(j) : 0;
+            epilogue.store<false>(y, static_cast<long long>(m) * ldy + k, columns, &accumulator[i][j], biases + j,
+                                  shortcuts + f);
         }
     }
 }

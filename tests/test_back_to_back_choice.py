@@ -93,7 +93,7 @@ def test_what_was_measured_is_followed(place: int) -> None:
         remember(H100.name, [entry(APART_ENTRY, pair)])
         choice = choose_back_to_back(pair, H100, spread_nan=True)
         assert choice.config is None
-        assert choice.reason == "two kernels are faster: fastest of 37 timed on this GPU, 12.3 µs (next best 12.9)"
+        assert choice.reason == "several kernels are faster: fastest of 37 timed on this GPU, 12.3 µs (next best 12.9)"
         by_model = choose_back_to_back(pair, H100, spread_nan=True, use_tables=False)
         assert (by_model.config is None) is (pair is small)
 

@@ -20,7 +20,6 @@ from cupy_resnet.tuning import (
     remember,
 )
 from cupy_resnet.tuning.duels import MARGIN
-from cupy_resnet.tuning.remembering import trying
 
 
 @pytest.fixture(autouse=True)
@@ -166,9 +165,9 @@ def test_what_was_tried_is_forgotten_after_an_error(where: str, error: type[Base
 def test_trying_leaves_alone_what_others_keep_meanwhile() -> None:
     first, second, other = (entry(place(LAYER, n), LAYER) for n in (1, 2, 3))
     tuned.keep(H100.name, [first])
-    with trying(H100.name, [second]):
+    with tuned.trying(H100.name, [second]):
         assert choose(LAYER, H100, spread_nan=True).config == place(LAYER, 2).config
-        with trying(H100.name, [other]):
+        with tuned.trying(H100.name, [other]):
             assert choose(LAYER, H100, spread_nan=True).config == place(LAYER, 3).config
         assert choose(LAYER, H100, spread_nan=True).config == place(LAYER, 2).config
         thread = threading.Thread(target=tuned.keep, args=(H100.name, [other]))

@@ -59,7 +59,7 @@ def _choose(pair: Conv2dPair, device: Device, spread_nan: bool, known: tuned.Loo
     candidates = back_to_back_candidates(pair, device)
     for entry, reason in () if known is None else known.found(pair, spread_nan):
         if entry.variant == tuned.APART:
-            return BackToBackChoice(None, f"two kernels are faster: {reason}")
+            return BackToBackChoice(None, f"several kernels are faster: {reason}")
         config = entry.config_among(candidates) if entry.variant == back_to_back.name else None
         if config is not None:
             assert isinstance(config, BackToBackConfig)

@@ -19,6 +19,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, astuple, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -57,8 +58,8 @@ class Entry:
         spread_nan: as in `heuristics.choose`: what was allowed when it was timed.
         variant: name of the fastest kernel, or `APART`.
         config: the fields of its configuration.
-        microseconds: median time.
-        next_microseconds: of the second fastest, None where there was only one.
+        microseconds: median time alone; by that an entry that was chosen in the network need not be the fastest.
+        next_microseconds: of the second fastest, None where there was only one, or the choice was made in the network.
         candidates: how many configurations were timed.
     """
 
@@ -73,6 +74,16 @@ class Entry:
     @property
     def key(self) -> Key:
         return self.problem, self.spread_nan
+
+    @property
+    def reason(self) -> str:
+        """Why it is followed where it was measured."""
+        where = f"of {self.candidates} timed on this GPU"
+        if self.next_microseconds is not None:
+            return f"fastest {where}, {self.microseconds:.1f} µs (next best {self.next_microseconds:.1f})"
+        if self.candidates > 1:
+            return f"best in the network {where}, {self.microseconds:.1f} µs alone"
+        return f"fastest {where}, {self.microseconds:.1f} µs"
 
     def config_among(self, candidates: Sequence[Config]) -> Config | None:
         """Returns the first candidate with the fields of `config`, or None.
@@ -213,13 +224,7 @@ class Lookup:
         keys: list[Key] = [(problem, spread_nan)] if spread_nan else [(problem, False), (problem, True)]
         for key in keys:
             if key in self.own:
-                entry = self.own[key]
-                following = entry.next_microseconds
-                compared = "" if following is None else f" (next best {following:.1f})"
-                yield (
-                    entry,
-                    f"fastest of {entry.candidates} timed on this GPU, {entry.microseconds:.1f} µs{compared}",
-                )
+                yield self.own[key], self.own[key].reason
         for table in self.shipped:
             changed = "" if table.sources_digest == kernels_digest() else ", before its kernels changed"
             for key in keys:
@@ -299,6 +304,35 @@ def keep(gpu: str, entries: Iterable[Entry]) -> None:
     with _lock:
         _kept.setdefault(gpu, {}).update({entry.key: entry for entry in entries})
     forget(gpu)
+
+
+@contextmanager
+def trying(gpu: str, entries: Iterable[Entry]) -> Iterator[None]:
+    """Follows entries for as long as the block under it runs, whatever ends it.
+
+    Meanwhile other threads follow them too, and what they capture stays as it is: right, but perhaps not fastest.
+
+    Args:
+        gpu: name of the GPU.
+        entries: in place of others for the same problems.
+    """
+    new = {entry.key: entry for entry in entries}
+    with _lock:
+        before = {key: entry for key, entry in _kept.get(gpu, {}).items() if key in new}
+    keep(gpu, new.values())
+    try:
+        yield
+    finally:
+        with _lock:
+            kept = _kept[gpu]
+            for key, entry in new.items():
+                if kept.get(key) is not entry:  # another thread has kept what it measured meanwhile
+                    continue
+                if key in before:
+                    kept[key] = before[key]
+                else:
+                    del kept[key]
+        forget(gpu)
 
 
 @dataclass

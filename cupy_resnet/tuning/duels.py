@@ -12,11 +12,11 @@ from typing import Protocol
 
 import numpy as np
 
+from ..conv2d import tuned
 from ..conv2d.problem import Problem
 from ..conv2d.tuned import Entry
 from ..errors import CompileError
 from .entrants import Candidate
-from .remembering import trying
 from .workloads import Running, Workload
 
 logger = logging.getLogger(__name__)
@@ -94,12 +94,12 @@ class Ring:
 
     def matters(self, entry: Entry) -> bool:
         """Whether the pass would launch anything else with an entry."""
-        with trying(self._gpu, [*self._entries(), entry]):
+        with tuned.trying(self._gpu, [*self._entries(), entry]):
             return _launched(self._running()) != _launched(self.now)
 
     def challenge(self, workload: Workload, entry: Entry, candidate: Candidate) -> None:
         """Has the pass with an entry compete, if it is another one, and follows the entry from now on if it wins."""
-        with trying(self._gpu, [*self._entries(), entry]):
+        with tuned.trying(self._gpu, [*self._entries(), entry]):
             after = self._running()
             if _launched(after) == _launched(self.now):
                 return
@@ -134,7 +134,7 @@ class Ring:
             return self._before, self._before
         self.close()
         self._captured.append(self._passes.capture())
-        with trying(self._gpu, self._entries()):
+        with tuned.trying(self._gpu, self._entries()):
             self._captured.append(self._passes.capture())
         ratios, before, _ = zip(*self._rounds(NOISE_ROUNDS), strict=True)
         microseconds, ratio = statistics.median(before), statistics.median(ratios)

@@ -77,36 +77,6 @@ def write_table(path: Path, gpu: str, entries: Iterable[tuned.Entry]) -> tuned.T
 
 
 @contextlib.contextmanager
-def trying(gpu: str, entries: Iterable[tuned.Entry]) -> Iterator[None]:
-    """Has this process follow entries for as long as the block under it runs, whatever ends it; nothing is written.
-
-    Meanwhile other threads follow them too, and what they capture stays as it is: right, but perhaps not fastest.
-
-    Args:
-        gpu: name of the GPU.
-        entries: in place of others for the same problems.
-    """
-    new = {entry.key: entry for entry in entries}
-    # `tuned` has `keep`, which lasts as long as the process, and nothing that takes it back.
-    with tuned._lock:
-        before = {key: entry for key, entry in tuned._kept.get(gpu, {}).items() if key in new}
-    tuned.keep(gpu, new.values())
-    try:
-        yield
-    finally:
-        with tuned._lock:
-            kept = tuned._kept[gpu]
-            for key, entry in new.items():
-                if kept.get(key) is not entry:  # another thread has kept what it measured meanwhile
-                    continue
-                if key in before:
-                    kept[key] = before[key]
-                else:
-                    del kept[key]
-        tuned.forget(gpu)
-
-
-@contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds a lock that other processes and threads wait for.
 

@@ -9,34 +9,68 @@
 // ReLU that keeps NaN: fmaxf(x, 0) and x > 0 ? x : 0 would both turn it into 0.
 __device__ __forceinline__ float relu_of(float x) { return x < 0.0f ? 0.0f : x; }
 
+// Of fp32 outputs. Loading and finishing are apart, so that whoever has several outputs can have all loads under way before
+// the first store: a residual may be the output itself, and so the compiler must not move loads across stores on its own.
 struct Epilogue {
     const float* bias;      // [K] or null
     const float* residual;  // the output's shape, or null
     int with_relu;
 
-    // The value to store for filter k at element `offset` of the output.
-    __device__ __forceinline__ float operator()(float accumulator, int k, long long offset) const {
-        if (bias) accumulator += bias[k];
-        if (residual) accumulator += residual[offset];
-        return with_relu ? relu_of(accumulator) : accumulator;
+    // For a single output, all of it: the value to store for filter k at element `offset` of the output.
+    __device__ __forceinline__ float operator()(float sum, int k, long long offset) const {
+        return finish(sum, load_bias(k), load_residual(offset));
     }
 
-    // The same for filters k .. k+3; k and offset are multiples of 4.
-    __device__ __forceinline__ float4 operator()(float4 accumulator, int k, long long offset) const {
-        if (bias) accumulator = add(accumulator, *reinterpret_cast<const float4*>(bias + k));
-        if (residual) accumulator = add(accumulator, *reinterpret_cast<const float4*>(residual + offset));
-        if (with_relu) {
-            accumulator.x = relu_of(accumulator.x);
-            accumulator.y = relu_of(accumulator.y);
-            accumulator.z = relu_of(accumulator.z);
-            accumulator.w = relu_of(accumulator.w);
+    __device__ __forceinline__ float load_bias(int k) const { return bias ? bias[k] : 0.0f; }
+    __device__ __forceinline__ float load_residual(long long offset) const { return residual ? residual[offset] : 0.0f; }
+
+    // The value to store, of what the two above have loaded.
+    __device__ __forceinline__ float finish(float sum, float bias_value, float shortcut) const {
+        if (bias) sum += bias_value;
+        if (residual) sum += shortcut;
+        return with_relu ? relu_of(sum) : sum;
+    }
+
+    // The same for the first `columns` of 4 neighbours, zeros for the others. WHOLE: columns is 0 or 4, k and offset are
+    // multiples of 4, and 16 bytes are moved at once.
+    template <bool WHOLE>
+    __device__ __forceinline__ void load_bias(float* values, int k, int columns) const {
+        load<WHOLE>(values, bias + k, bias ? columns : 0);
+    }
+
+    template <bool WHOLE>
+    __device__ __forceinline__ void load_residual(float* values, long long offset, int columns) const {
+        load<WHOLE>(values, residual + offset, residual ? columns : 0);
+    }
+
+    // Stores the first `columns` of 4 outputs at element `offset` of y; WHOLE as above.
+    template <bool WHOLE>
+    __device__ __forceinline__ void store(float* y, long long offset, int columns, const float* sums, const float* biases,
+                                          const float* shortcuts) const {
+        float values[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) values[c] = finish(sums[c], biases[c], shortcuts[c]);
+        if constexpr (WHOLE) {
+            if (columns == 0) return;
+            *reinterpret_cast<float4*>(y + offset) = make_float4(values[0], values[1], values[2], values[3]);
+        } else {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                if (c < columns) y[offset + c] = values[c];
+            }
         }
-        return accumulator;
     }
 
   private:
-    static __device__ __forceinline__ float4 add(float4 a, float4 b) {
-        return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+    template <bool WHOLE>
+    static __device__ __forceinline__ void load(float* values, const float* source, int columns) {
+        if constexpr (WHOLE) {
+            const float4 v = columns > 0 ? *reinterpret_cast<const float4*>(source) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
+        } else {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) values[c] = c < columns ? source[c] : 0.0f;
+        }
     }
 };
 

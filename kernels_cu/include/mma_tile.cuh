@@ -235,13 +235,14 @@ struct ClusterReduction {
     using Received = PartialSums<SPLIT_K_CLUSTER, ROWS, TILE_N, THREADS>;
     static_assert(TILE_M % SPLIT_K_CLUSTER == 0, "all blocks have as many rows");
 
-    // Call once, at the beginning.
+    // Call once, at the beginning, and begin() once behind a barrier of the block.
+    static __device__ __forceinline__ void prepare() {
+        if (threadIdx.x > 0) return;
+        barrier_init(all_received(), 1);
+        barrier_init_done();
+    }
     static __device__ __forceinline__ void begin() {
-        if (threadIdx.x == 0) {
-            barrier_init(all_received(), 1);
-            barrier_init_done();
-            barrier_arrive_expecting(all_received(), Received::BYTES);
-        }
+        if (threadIdx.x == 0) barrier_arrive_expecting(all_received(), Received::BYTES);
         __syncwarp();
         cluster_arrive_relaxed();
     }
