@@ -9,8 +9,7 @@
 // Layouts    x and x0 NHWC, filters KRSC, residual and y NPQK, all ELEMENT; bias K in fp32.
 // Grid       x: one block per multiprocessor, or fewer; tiles are taken in turn, filters fastest.
 //            Block 384 threads: a producer warpgroup, of which one thread works, and two consumers.
-// Shared     NUM_STAGES · (TILE_M + TILE_N) · 128 + 2 · BUFFERS · TILE_M · TILE_N · 2 bytes (without the latter for TF32),
-//            dynamic.
+// Shared     NUM_STAGES · (TILE_M + TILE_N) · 128 + 2 · BUFFERS · PIECE_BYTES, dynamic.
 // Requires   C a multiple of 128 bytes, the shortcut's as well, K of 16 bytes.
 // This rung  against conv2d_mma: nobody computes addresses, nobody holds operands in registers. One thread asks for boxes of
 //            the input (in im2col mode the hardware itself walks the output's pixels and fills in the padding) and of the
@@ -27,23 +26,23 @@
 #define TILE_M 128      // pixels per tile: a multiple of 64
 #define TILE_N 128      // filters per tile: 64, 128 or 256
 #define NUM_STAGES 5    // slices of both operands in shared memory
-#define BUFFERS 1       // tiles of each consumer on their way to and from memory: with 2 the next residual comes early
+#define BUFFERS 1       // pieces of each consumer on their way to and from memory: with 2 the next residual comes early
 #endif
 
 constexpr int CONSUMERS = 2, WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
 constexpr int ROW_BYTES = 128, SLICE_CHANNELS = ROW_BYTES / static_cast<int>(sizeof(ELEMENT)), STEPS = ROW_BYTES / 32;
 constexpr int PIXEL_BYTES = TILE_M * ROW_BYTES, STAGE_BYTES = PIXEL_BYTES + TILE_N * ROW_BYTES;
 constexpr int BLOCKS_M = TILE_M / 64, ROWS = 2 * BLOCKS_M;  // of a thread, in its pairs of columns
-// The tile of one consumer on its way between registers and memory: boxes of SLICE_CHANNELS filters.
-constexpr bool STAGED = sizeof(ELEMENT) == 2;
-constexpr int BOXES = STAGED ? TILE_N / SLICE_CHANNELS : 0, BOX_BYTES = TILE_M * ROW_BYTES;
-constexpr int TOGETHER = STAGED ? 1 : 4;
-static_assert(TILE_M % 64 == 0 && (!STAGED || TILE_N % SLICE_CHANNELS == 0), "whole instructions and boxes");
+// A consumer's tile on its way between registers and memory: boxes of SLICE_CHANNELS filters, all in one piece, or of 4-byte
+// elements, for which there is less room, each a piece.
+constexpr int BOX_BYTES = TILE_M * ROW_BYTES, PIECE_N = sizeof(ELEMENT) == 2 ? TILE_N : SLICE_CHANNELS;
+constexpr int BOXES = PIECE_N / SLICE_CHANNELS, PIECES = TILE_N / PIECE_N, PIECE_BYTES = BOXES * BOX_BYTES;
+static_assert(TILE_M % 64 == 0 && PIECE_N % SLICE_CHANNELS == 0 && TILE_N % PIECE_N == 0, "whole instructions and boxes");
 
 struct Barriers {
     unsigned long long full[NUM_STAGES], empty[NUM_STAGES];  // of the stages
     unsigned long long turn[CONSUMERS];                      // the other consumer's products of this turn are all issued
-    unsigned long long residual[CONSUMERS][BUFFERS];         // the residual of a consumer's tile has come
+    unsigned long long residual[CONSUMERS][BUFFERS];         // the residual of a consumer's piece has come
 };
 
 // What is multiplied: an input in columns of output pixels, and a filter.
@@ -117,17 +116,18 @@ __device__ __forceinline__ void multiply(float (&sums)[BLOCKS_M][TILE_N / 2], Ba
     if (elected) barrier_arrive(shared_address(&barriers.empty[previous]));
 }
 
-// Where the staged tile holds columns k, k + 1 of a row: boxes are swizzled like operands.
-__device__ __forceinline__ void* staged_pair(unsigned char* tile, int row, int k) {
-    const int chunk = k % SLICE_CHANNELS / 8 ^ row % 8;
-    return tile + k / SLICE_CHANNELS * BOX_BYTES + row * ROW_BYTES + chunk * 16 + k % 8 * 2;
+// Where a staged piece holds its columns k, k + 1 of a row: boxes are swizzled like operands.
+__device__ __forceinline__ void* staged_pair(unsigned char* piece, int row, int k) {
+    constexpr int SIZE = sizeof(ELEMENT), PER_CHUNK = 16 / SIZE;
+    const int chunk = k % SLICE_CHANNELS / PER_CHUNK ^ row % 8;
+    return piece + k / SLICE_CHANNELS * BOX_BYTES + row * ROW_BYTES + chunk * 16 + k % PER_CHUNK * SIZE;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     conv2d_wgmma(const __grid_constant__ TensorMap pixels, const __grid_constant__ TensorMap filters,
                  const __grid_constant__ TensorMap shortcut_pixels, const __grid_constant__ TensorMap shortcut_filters,
                  const __grid_constant__ TensorMap residuals, const __grid_constant__ TensorMap outputs,
-                 const float* __restrict__ bias, const ELEMENT* residual, ELEMENT* y, const Conv2dParams params) {
+                 const float* __restrict__ bias, const ELEMENT* residual, const Conv2dParams params) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ Barriers barriers;
     const int warpgroup = threadIdx.x / WARPGROUP;
@@ -160,77 +160,73 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int consumer = warpgroup - 1, lane = threadIdx.x % 32, row0 = threadIdx.x % WARPGROUP / 32 * 16 + lane / 4;
     const bool elected = threadIdx.x % WARPGROUP == 0;
-    unsigned char* const staged_tiles = shared + NUM_STAGES * STAGE_BYTES + consumer * BUFFERS * BOXES * BOX_BYTES;
-    // Asks for the residual of this consumer's tile of a turn, once the place is free.
-    const auto fetch_residual = [&](int turn, int tile) {
-        if (!STAGED || !elected) return;
-        store_wait();
+    unsigned char* const staged_pieces = shared + NUM_STAGES * STAGE_BYTES + consumer * BUFFERS * PIECE_BYTES;
+    const int step = CONSUMERS * gridDim.x, first_tile = blockIdx.x + consumer * gridDim.x;
+    // Asks for the residual of this consumer's piece of this number as soon as its place has been stored from. Where there is no
+    // residual only the place of the piece that is next must be free.
+    const auto make_room = [&](int number) {
+        if (!elected) return;
+        residual ? store_wait() : store_wait<BUFFERS - 1>();
+        const int tile = first_tile + number / PIECES * step;
         if (!residual || tile >= tiles) return;
-        const unsigned barrier = shared_address(&barriers.residual[consumer][turn % BUFFERS]);
-        const unsigned place = shared_address(staged_tiles) + turn % BUFFERS * BOXES * BOX_BYTES;
-        barrier_arrive_expecting(barrier, BOXES * BOX_BYTES);
+        const unsigned barrier = shared_address(&barriers.residual[consumer][number % BUFFERS]);
+        const unsigned place = shared_address(staged_pieces) + number % BUFFERS * PIECE_BYTES;
+        const int n0 = tile % tiles_n * TILE_N + number % PIECES * PIECE_N;
+        barrier_arrive_expecting(barrier, PIECE_BYTES);
         for (int i = 0; i < BOXES; ++i) {
-            fetch_box(place + i * BOX_BYTES, residuals, barrier, tile % tiles_n * TILE_N + i * SLICE_CHANNELS,
-                      tile / tiles_n * TILE_M);
+            fetch_box(place + i * BOX_BYTES, residuals, barrier, n0 + i * SLICE_CHANNELS, tile / tiles_n * TILE_M);
         }
     };
     Place place{0, 0};
     if (consumer == 1) place.advance(slices % (2 * NUM_STAGES), NUM_STAGES);
-    const int step = CONSUMERS * gridDim.x;
-    int turn = 0, tile = blockIdx.x + consumer * gridDim.x;
-    if (BUFFERS == 2) fetch_residual(0, tile);
-    for (; tile < tiles; tile += step, ++turn) {
+    int turn = 0;
+    if (BUFFERS == 2) make_room(0);
+    if (BUFFERS == 2 && PIECES > 1) make_room(1);
+    for (int tile = first_tile; tile < tiles; tile += step, ++turn) {
         const int m0 = tile / tiles_n * TILE_M, n0 = tile % tiles_n * TILE_N;
-        unsigned char* const staged = staged_tiles + turn % BUFFERS * BOXES * BOX_BYTES;
-        if (BUFFERS == 1) fetch_residual(turn, tile);
+        if (BUFFERS == 1) make_room(turn);
         float sums[BLOCKS_M][TILE_N / 2];
         multiply(sums, barriers, stages, place, slices, consumer, turn + consumer);
         place.advance(slices % (2 * NUM_STAGES), NUM_STAGES);  // those of the other consumer
-        if (BUFFERS == 2) fetch_residual(turn + 1, tile + step);
-        if (STAGED && residual) barrier_wait(shared_address(&barriers.residual[consumer][turn % BUFFERS]), turn / BUFFERS & 1);
-        if (STAGED && !residual) warpgroup_sync(1 + consumer);  // the elected thread has waited for the tile before
+        if (BUFFERS == 2 && PIECES == 1) make_room(turn + 1);
 
-        // Residuals of a few columns at a time are under way before the first of them is stored: y may be the residual.
 #pragma unroll
-        for (int j = 0; j < TILE_N / 8; j += TOGETHER) {
-            float2 shortcuts[TOGETHER][ROWS] = {};
-#pragma unroll
-            for (int f = 0; f < TOGETHER * ROWS && residual; ++f) {
-                const int row = row0 + f % ROWS / 2 * 64 + f % 2 * 8, column = (j + f / ROWS) * 8 + lane % 4 * 2;
-                float2& shortcut = shortcuts[f / ROWS][f % ROWS];
-                if (STAGED) {
-                    shortcut = load_pair<ELEMENT>(staged_pair(staged, row, column));
-                } else if (m0 + row < params.gemm_m && n0 + column < params.K) {
-                    shortcut = load_pair<ELEMENT>(residual + static_cast<long long>(m0 + row) * params.K + n0 + column);
-                }
+        for (int piece = 0; piece < PIECES; ++piece) {
+            const int number = turn * PIECES + piece;
+            unsigned char* const staged = staged_pieces + number % BUFFERS * PIECE_BYTES;
+            if (residual) {
+                barrier_wait(shared_address(&barriers.residual[consumer][number % BUFFERS]), number / BUFFERS & 1);
+            } else {
+                warpgroup_sync(1 + consumer);  // the elected thread has waited for what was here
             }
 #pragma unroll
-            for (int f = 0; f < TOGETHER * ROWS; ++f) {
-                const int row = row0 + f % ROWS / 2 * 64 + f % 2 * 8, column = (j + f / ROWS) * 8 + lane % 4 * 2;
-                const int k = n0 + column;
+            for (int j = 0; j < PIECE_N / 8; ++j) {
+                const int column = j * 8 + lane % 4 * 2, k = n0 + piece * PIECE_N + column;
                 const float2 biases =
                     bias && k < params.K ? *reinterpret_cast<const float2*>(bias + k) : make_float2(0.0f, 0.0f);
-                const float* const pair = &sums[f % ROWS / 2][(j + f / ROWS) * 4 + f % 2 * 2];
-                const float2 shortcut = shortcuts[f / ROWS][f % ROWS];
-                const float low = pair[0] + biases.x + shortcut.x, high = pair[1] + biases.y + shortcut.y;
-                const float2 result = params.relu ? make_float2(relu_of(low), relu_of(high)) : make_float2(low, high);
-                if (STAGED) {
-                    store_pair<ELEMENT>(staged_pair(staged, row, column), result.x, result.y);
-                } else if (m0 + row < params.gemm_m && k < params.K) {
-                    store_pair<ELEMENT>(y + static_cast<long long>(m0 + row) * params.K + k, result.x, result.y);
+                float2 shortcuts[ROWS] = {};
+#pragma unroll
+                for (int f = 0; f < ROWS && residual; ++f) {
+                    shortcuts[f] = load_pair<ELEMENT>(staged_pair(staged, row0 + f / 2 * 64 + f % 2 * 8, column));
+                }
+#pragma unroll
+                for (int f = 0; f < ROWS; ++f) {
+                    const float* const pair = &sums[f / 2][(piece * PIECE_N / 8 + j) * 4 + f % 2 * 2];
+                    const float low = pair[0] + biases.x + shortcuts[f].x, high = pair[1] + biases.y + shortcuts[f].y;
+                    const float2 result = params.relu ? make_float2(relu_of(low), relu_of(high)) : make_float2(low, high);
+                    store_pair<ELEMENT>(staged_pair(staged, row0 + f / 2 * 64 + f % 2 * 8, column), result.x, result.y);
                 }
             }
-        }
-        if constexpr (STAGED) {
             written_for_storing();
             warpgroup_sync(1 + consumer);
             if (elected) {
                 for (int i = 0; i < BOXES; ++i) {
-                    store_box(outputs, shared_address(staged) + i * BOX_BYTES, n0 + i * SLICE_CHANNELS, m0);
+                    store_box(outputs, shared_address(staged) + i * BOX_BYTES, n0 + piece * PIECE_N + i * SLICE_CHANNELS, m0);
                 }
                 store_commit();
             }
+            if (PIECES > 1) make_room(number + BUFFERS);
         }
     }
-    if (STAGED && elected) store_wait();  // shared memory ends with the block
+    if (elected) store_wait();  // shared memory ends with the block
 }

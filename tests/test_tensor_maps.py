@@ -244,6 +244,15 @@ def test_a_matrix(
     assert encoded.tobytes() == ENCODED
 
 
+@pytest.mark.parametrize("precision", TYPES)
+def test_what_is_not_multiplied_is_not_rounded(driver: Driver, precision: str) -> None:
+    y = gpu_array((2, 14, 15, 72), precision)
+    tensor_maps.matrix_map(replace(PLAIN, precision=precision), y, 72, 128, factor=False)
+    kept = {"tf32": "FLOAT32"}.get(precision, TYPES[precision])
+    (asked,) = driver.asked
+    assert asked["tensorDataType"] == NUMBERS[f"CU_TENSOR_MAP_DATA_TYPE_{kept}"]
+
+
 # Images -------------------------------------------------------------------------------------------------------------
 
 

@@ -67,7 +67,9 @@ def collected_launches(
     )
     monkeypatch.setattr(module, "jit", jit)
     for name in maps:
-        monkeypatch.setattr(tensor_maps, name, lambda *arguments, name=name: (name, *arguments))
+        monkeypatch.setattr(
+            tensor_maps, name, lambda *arguments, name=name, **options: (name, *arguments, *options.items())
+        )
     return made
 
 

@@ -13,7 +13,7 @@ class WgmmaConfig:
         precision: name of the arithmetic.
         tile_m, tile_n: pixels and filters per tile.
         stages: slices of both operands in shared memory.
-        buffers: tiles of each consumer on their way to and from memory; of no meaning where blocks share a tile.
+        buffers: pieces of each consumer's tiles on their way to and from memory; of no meaning where blocks share one.
         split_k_slices: blocks that share a tile, each computing a part of the depth; they form a cluster.
     """
 
@@ -51,14 +51,14 @@ class WgmmaConfig:
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory per block.
 
-        Beside the stages it has room for tiles of 2-byte elements, which are stored by way of it, or, where blocks
-        share a tile, for as many partial sums as the two consumers have.
+        Beside the stages it has room for what is stored by way of it, whole tiles of 2-byte elements or pieces of
+        32 columns of wider ones, or, where blocks share a tile, for as many partial sums as the two consumers have.
         """
         stages = self.stages * (self.tile_m + self.tile_n) * self.ROW_BYTES
         if self.split_k_slices > 1:
             return stages + self.CONSUMERS * 64 * self.tile_n * 4
-        staged = PRECISIONS[self.precision].element_size == 2
-        return stages + (self.CONSUMERS * self.buffers * self.tile_m * self.tile_n * 2 if staged else 0)
+        piece = self.tile_n * 2 if PRECISIONS[self.precision].element_size == 2 else self.ROW_BYTES
+        return stages + self.CONSUMERS * self.buffers * self.tile_m * piece
 
     def defines(self) -> dict[str, int | str]:
         return {
@@ -200,10 +200,13 @@ WGMMA_TILES = ((128, 128, 5), (128, 64, 8), (64, 256, 4), (64, 128, 8), (64, 64,
 WGMMA_SHALLOW_TILES = ((128, 128, 3, 2), (128, 64, 6, 2))
 """The same and buffers, for a small depth, where most of the time goes to residual and output; of 2-byte elements."""
 
+WGMMA_TF32_TILES = ((128, 128, 5, 2), (128, 64, 6, 2), (64, 256, 4, 2), (64, 128, 8, 2), (64, 64, 10, 2))
+"""The same of 4-byte elements."""
+
 WGMMA = tuple(
     WgmmaConfig(precision, *tile)
     for precision in ("fp16", "bf16", "tf32")
-    for tile in (*WGMMA_TILES, *(WGMMA_SHALLOW_TILES if precision != "tf32" else ()))
+    for tile in (WGMMA_TF32_TILES if precision == "tf32" else (*WGMMA_TILES, *WGMMA_SHALLOW_TILES))
 )
 """Every form in which conv2d_wgmma is compiled."""
 

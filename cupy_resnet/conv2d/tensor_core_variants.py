@@ -238,18 +238,20 @@ class Wgmma(WgmmaIm2col):
                 tensor_maps.im2col_map(alone, shortcut.x, config.tile_m),
                 tensor_maps.matrix_map(alone, shortcut.filter.weight, alone.C, config.tile_n),
             )
-        tail = (*operands.tail(), conv2d_params(problem, operands.relu))
+        params = conv2d_params(problem, operands.relu)
         grid: tuple[int, ...]
         arguments: tuple[Any, ...]
         if config.split_k_slices > 1:
-            grid, arguments = (tiles, 1, config.split_k_slices), (*factors, *tail)
+            grid, arguments = (tiles, 1, config.split_k_slices), (*factors, *operands.tail(), params)
         else:
-            outputs = residuals = tensor_maps.NONE
+            residuals = tensor_maps.NONE
             if operands.residual is not None:
-                residuals = tensor_maps.matrix_map(problem, operands.residual, problem.K, config.tile_m)
-            if problem.arithmetic.element_size == 2:  # wider ones are not stored by way of shared memory
-                outputs = tensor_maps.matrix_map(problem, operands.y, problem.K, config.tile_m)
-            grid, arguments = (min(tiles, multiprocessors()),), (*factors, residuals, outputs, *tail)
+                residuals = tensor_maps.matrix_map(problem, operands.residual, problem.K, config.tile_m, factor=False)
+            outputs = tensor_maps.matrix_map(problem, operands.y, problem.K, config.tile_m, factor=False)
+            grid, arguments = (
+                (min(tiles, multiprocessors()),),
+                (*factors, residuals, outputs, *operands.tail()[:2], params),
+            )
         jit.launch(kernel, grid, (config.threads,), arguments, shared=config.shared_memory, waits=True)
 
 

@@ -25,6 +25,8 @@ NONE = np.zeros(1, f"V{BYTES}")
 _DATA_TYPES = {"fp16": 6, "fp32-tc": 7, "bf16": 9, "tf32": 11}
 """By precision; elements of type 11 are rounded to TF32 on their way, those of type 7 are not."""
 
+_FLOAT32 = 7
+
 _INTERLEAVE_NONE, _SWIZZLE_128B, _L2_256B, _FILL_ZEROS = 0, 3, 3, 0
 _ROW_BYTES = 128
 """Of a box, innermost: what the swizzle takes."""
@@ -86,8 +88,17 @@ def tensor_map(problem: Conv2dProblem, array: "cupy.ndarray", box: tuple[int, in
     )
 
 
-def matrix_map(problem: Conv2dProblem, array: "cupy.ndarray", columns: int, rows: int) -> np.ndarray:
+def matrix_map(
+    problem: Conv2dProblem, array: "cupy.ndarray", columns: int, rows: int, *, factor: bool = True
+) -> np.ndarray:
     """Returns the map of a C-contiguous array, seen as a matrix of `columns` columns, in boxes of 128 bytes × `rows`.
+
+    Args:
+        problem: the convolution.
+        array: C-contiguous.
+        columns: of the matrix.
+        rows: of a box.
+        factor: whether it will be multiplied, and is rounded to TF32 in that precision; residuals and outputs are not.
 
     Raises:
         EngineUnavailableError: as above.
@@ -101,6 +112,7 @@ def matrix_map(problem: Conv2dProblem, array: "cupy.ndarray", columns: int, rows
         (columns * size,),
         _ints(ctypes.c_uint32, _ROW_BYTES // size, rows),
         _ints(ctypes.c_uint32, 1, 1),
+        rounded=factor,
     )
 
 
@@ -111,12 +123,13 @@ def _encode(
     sizes: Sequence[int],
     strides: Sequence[int],
     *boxes: Any,
+    rounded: bool = True,
 ) -> np.ndarray:
     encoded = np.zeros(2 * BYTES, np.uint8)
     aligned = encoded[-encoded.ctypes.data % 64 :][:BYTES]
     status = getattr(_driver(), function)(
         ctypes.c_void_p(aligned.ctypes.data),
-        ctypes.c_int(_DATA_TYPES[problem.precision]),
+        ctypes.c_int(_DATA_TYPES[problem.precision] if rounded or array.dtype != np.float32 else _FLOAT32),
         ctypes.c_uint32(len(sizes)),
         ctypes.c_void_p(array.data.ptr),
         _ints(ctypes.c_uint64, *sizes),
