@@ -37,6 +37,7 @@ constexpr int BLOCKS_M = TILE_M / 64, ROWS = 2 * BLOCKS_M;  // of a thread, in i
 // elements, for which there is less room, each a piece.
 constexpr int BOX_BYTES = TILE_M * ROW_BYTES, PIECE_N = sizeof(ELEMENT) == 2 ? TILE_N : SLICE_CHANNELS;
 constexpr int BOXES = PIECE_N / SLICE_CHANNELS, PIECES = TILE_N / PIECE_N, PIECE_BYTES = BOXES * BOX_BYTES;
+constexpr int AHEAD = BUFFERS > 2 ? BUFFERS - 1 : BUFFERS;  // pieces whose residuals are under way: one place may be stored from
 static_assert(TILE_M % 64 == 0 && PIECE_N % SLICE_CHANNELS == 0 && TILE_N % PIECE_N == 0, "whole instructions and boxes");
 
 struct Barriers {
@@ -166,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // residual only the place of the piece that is next must be free.
     const auto make_room = [&](int number) {
         if (!elected) return;
-        residual ? store_wait() : store_wait<BUFFERS - 1>();
+        residual ? store_wait<BUFFERS - AHEAD>() : store_wait<BUFFERS - 1>();
         const int tile = first_tile + number / PIECES * step;
         if (!residual || tile >= tiles) return;
         const unsigned barrier = shared_address(&barriers.residual[consumer][number % BUFFERS]);
@@ -180,8 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Place place{0, 0};
     if (consumer == 1) place.advance(slices % (2 * NUM_STAGES), NUM_STAGES);
     int turn = 0;
-    if (BUFFERS == 2) make_room(0);
-    if (BUFFERS == 2 && PIECES > 1) make_room(1);
+    for (int number = 0; number < (PIECES > 1 ? AHEAD : BUFFERS - 1); ++number) make_room(number);
     for (int tile = first_tile; tile < tiles; tile += step, ++turn) {
         const int m0 = tile / tiles_n * TILE_M, n0 = tile % tiles_n * TILE_N;
         if (BUFFERS == 1) make_room(turn);
@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 }
                 store_commit();
             }
-            if (PIECES > 1) make_room(number + BUFFERS);
+            if (PIECES > 1) make_room(number + AHEAD);
         }
     }
     if (elected) store_wait();  // shared memory ends with the block
