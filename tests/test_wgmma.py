@@ -96,8 +96,7 @@ def test_it_is_compiled_in_every_precision_alike() -> None:
     assert {config.precision for config in WGMMA} == set(VARIANT.precisions) == set(PRECISION_NAMES)
     tiles = [[(c.tile_m, c.tile_n, c.stages, c.buffers) for c in WGMMA if c.precision == p] for p in PRECISION_NAMES]
     assert tiles[0] == tiles[1]
-    assert [tile[:2] for tile in tiles[2]] == [tile[:2] for tile in tiles[0] if tile[-1] == 1]
-    assert {tile[-1] for tile in tiles[2]} == {2}  # of its pieces one is finished while the other is on its way
+    assert {tile[:2] for tile in tiles[2]} == {tile[:2] for tile in tiles[0]}
     assert len(set(WGMMA)) == len(forms) == sum(map(len, tiles))
 
 
@@ -142,8 +141,8 @@ def test_a_block_fits_an_h100(config: WgmmaConfig) -> None:
     sums = config.tile_m * config.tile_n // 128
     assert sums <= 128, "the accumulators alone would leave no registers"
     assert config.stages >= 3
-    assert config.buffers in (1, 2)  # what make_room knows, and of several pieces
-    assert config.buffers == 2 or config.precision != "tf32"
+    # Of whole tiles one may be ahead; of pieces one is finished while at least one other is on its way.
+    assert config.buffers >= 2 if config.precision == "tf32" else config.buffers in (1, 2)
 
 
 # The launch ---------------------------------------------------------------------------------------------------------

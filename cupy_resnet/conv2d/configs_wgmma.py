@@ -202,9 +202,9 @@ WGMMA_SHALLOW_TILES = ((128, 128, 3, 2), (128, 64, 6, 2))
 
 WGMMA_TF32_TILES = (
     *((128, 128, 5, 2), (128, 64, 6, 2), (64, 256, 4, 2), (64, 128, 8, 2), (64, 64, 10, 2)),
-    *((128, 128, 3, 4), (128, 64, 4, 4), (64, 64, 8, 4), (64, 128, 5, 6)),
+    *((128, 64, 4, 4), (64, 128, 5, 6)),
 )
-"""The same of 4-byte elements, pieces of 32 columns under way; the last for a small depth."""
+"""The same of 4-byte elements, pieces of 32 columns under way; the last two for a small depth."""
 
 WGMMA = tuple(
     WgmmaConfig(precision, *tile)
