@@ -52,22 +52,11 @@ struct Factors {
     const TensorMap &pixels, &filters;
 };
 
-// Asks for all slices of the block's tiles, as stages become free. The first of the filters, which no earlier kernel writes, are
-// on their way before those have finished. `residuals` is null where there are none.
+// Asks for all slices of the block's tiles, as stages become free. `residuals` is null where there are none.
 __device__ __forceinline__ void produce(const Factors& factors, const Factors& shortcut, const TensorMap* residuals,
                                         Barriers& barriers, unsigned stages, const Conv2dParams& params, int tiles,
-                                        int tiles_n, int slices) {
+                                        int tiles_n) {
     Place place{0, 1};  // the phase before the first counts as complete: all stages are free
-    int early = min(slices, NUM_STAGES);
-    prefetch_map(factors.pixels);
-    for (int slice = 0, taps = slices - params.shortcut_channels / SLICE_CHANNELS; slice < early; ++slice) {
-        const unsigned full = shared_address(&barriers.full[slice]);
-        const bool adding = slice >= taps;
-        barrier_arrive_expecting(full, STAGE_BYTES);
-        fetch_box(stages + slice * STAGE_BYTES + PIXEL_BYTES, adding ? shortcut.filters : factors.filters, full,
-                  (adding ? slice - taps : slice) * SLICE_CHANNELS, blockIdx.x % tiles_n * TILE_N);
-    }
-    wait_for_earlier_kernels();
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int n0 = tile % tiles_n * TILE_N;
         const OutputPixel first = output_pixel(params, tile / tiles_n * TILE_M);
@@ -78,14 +67,10 @@ __device__ __forceinline__ void produce(const Factors& factors, const Factors& s
         const auto fetch = [&](const Factors& of, int depth, int c, int w, int h, int s, int r) {
             const unsigned full = shared_address(&barriers.full[place.stage]);
             const unsigned stage = stages + place.stage * STAGE_BYTES;
-            if (early > 0) {
-                --early;
-            } else {
-                barrier_wait(shared_address(&barriers.empty[place.stage]), place.parity);
-                barrier_arrive_expecting(full, STAGE_BYTES);
-                fetch_box(stage + PIXEL_BYTES, of.filters, full, depth, n0);
-            }
+            barrier_wait(shared_address(&barriers.empty[place.stage]), place.parity);
+            barrier_arrive_expecting(full, STAGE_BYTES);
             fetch_im2col(stage, of.pixels, full, c, w, h, first.n, s, r);
+            fetch_box(stage + PIXEL_BYTES, of.filters, full, depth, n0);
             place.advance(1, NUM_STAGES);
         };
         const int w = first.q * params.stride_w - params.pad_w, h = first.p * params.stride_h - params.pad_h;
@@ -165,16 +150,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const unsigned stages = shared_address(shared);
 
     let_next_kernel_start();
+    wait_for_earlier_kernels();
     if (warpgroup == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == 0) {
             produce({pixels, filters}, {shortcut_pixels, shortcut_filters}, residual ? &residuals : nullptr, barriers, stages,
-                    params, tiles, tiles_n, slices);
+                    params, tiles, tiles_n);
         }
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    wait_for_earlier_kernels();  // the residual is one's work, and another may still read what the output replaces
     const int consumer = warpgroup - 1, lane = threadIdx.x % 32, row0 = threadIdx.x % WARPGROUP / 32 * 16 + lane / 4;
     const bool elected = threadIdx.x % WARPGROUP == 0;
     unsigned char* const staged_pieces = shared + NUM_STAGES * STAGE_BYTES + consumer * BUFFERS * PIECE_BYTES;

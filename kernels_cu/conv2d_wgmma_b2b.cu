@@ -336,13 +336,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Work work(first, second, shared_address(shared));
 
     let_next_kernel_start();
+    wait_for_earlier_kernels();
     if (warpgroup == 0) {
         if (CONSUMERS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == 0) produce(maps, barriers, work, first, second);
         return;
     }
     if (CONSUMERS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    wait_for_earlier_kernels();  // another may still read what the outputs replace
     Consumer consumer{maps, barriers, work, warpgroup - 1, threadIdx.x % WARPGROUP == 0, {0, 0}, {0, 0}, 0, -1};
     const unsigned first_floor = floor_word(first.relu, ELEMENT{}), second_floor = floor_word(second.relu, ELEMENT{});
     const unsigned next_floor = floor_word(next_relu, ELEMENT{});

@@ -51,11 +51,6 @@ MISTAKES = {
     "it is padded": ("first.p * params.shortcut_stride, 0, 0)", "first.p * params.shortcut_stride, 0, params.pad_h)"),
     "its slices are not counted": (" + params.shortcut_channels / SLICE_CHANNELS", ""),
     "it is the first input again": ("fetch(shortcut, c, c,", "fetch(factors, c, c,"),
-    "its first slices are the first filter's": ("const bool adding = slice >= taps", "const bool adding = false"),
-    "its first slices are not its first": ("(adding ? slice - taps : slice)", "slice"),
-    "the first slices are asked for again": ("if (early > 0) {", "if (early > NUM_STAGES) {"),
-    "more come early than have room": ("min(slices, NUM_STAGES)", "slices"),
-    "nobody waits for earlier kernels": ("    wait_for_earlier_kernels();\n    for", "    for"),
 }
 
 

@@ -1,8 +1,7 @@
 """conv2d_wgmma.cu's producer as a program of the host, in TF32: what it asks for is multiplied as it comes.
 
 Its own text walks the tiles of all blocks, one after the other. The consumers' part, the barriers and the order of
-events are not here but for what may come before earlier kernels have finished: a slice is multiplied as soon as its
-pixels are there, and the product of as many as the kernel counts is a tile.
+events are not here: every slice is there at once, and the product of as many as the kernel counts is a tile.
 """
 
 import re
@@ -14,9 +13,7 @@ from cupy_resnet.jit.sources import find_kernel
 
 HOST = r"""
 #include <cstdio>
-#include <algorithm>
 #include <cstdlib>
-#include <deque>
 #include <vector>
 #define __device__
 #define __forceinline__ inline
@@ -25,10 +22,7 @@ struct TensorMap { int id; };
 enum { PIXELS, FILTERS, SHORTCUT_PIXELS, SHORTCUT_FILTERS };
 [[noreturn]] void fail(const char* what) { fprintf(stderr, "%s\n", what); _Exit(1); }
 unsigned shared_address(const void*) { return 0; }
-using std::min;
 void barrier_wait(unsigned, int) {}
-void wait_for_earlier_kernels();
-void prefetch_map(const TensorMap&) {}
 void barrier_arrive_expecting(unsigned, int bytes);
 void fetch_im2col(unsigned, const TensorMap&, unsigned, int, int, int, int, int, int);
 void fetch_box(unsigned, const TensorMap&, unsigned, int, int);
@@ -40,57 +34,47 @@ WALK = r"""
 void walk(const Factors& factors, const Factors& shortcut, const Conv2dParams& params, int tiles, int tiles_n) {
     static Barriers barriers;
     slices = SLICES;
-    produce(factors, shortcut, nullptr, barriers, 0, params, tiles, tiles_n, slices);
+    produce(factors, shortcut, nullptr, barriers, 0, params, tiles, tiles_n);
 }
 """
 
 MAIN = r"""
 Conv2dParams params, alone;  // alone: the shortcut as a convolution of its own
-std::vector<float> x, weight, shortcut_x, shortcut_weight, y, sums;
-std::deque<std::vector<float>> filters;  // of the slices whose pixels have not come
-int asked, taken;                        // slices of this block: whose filters are asked for, and that are multiplied
-bool waited;
+std::vector<float> x, weight, shortcut_x, shortcut_weight, y, pixels, sums;
+int taken, turn;  // slices and tiles of this block
 
 int tiles_n() { return (params.K + TILE_N - 1) / TILE_N; }
 
 void barrier_arrive_expecting(unsigned, int bytes) {
     if (bytes != STAGE_BYTES) fail("a slice is expected to be of another size");
 }
-void wait_for_earlier_kernels() { waited = true; }
 void fetch_im2col(unsigned place, const TensorMap& map, unsigned, int c, int w, int h, int n, int s, int r) {
     if (map.id % 2 != PIXELS) fail("these are no pixels");
-    if (!waited) fail("pixels are asked for that an earlier kernel may not have written");
-    if (place != taken % NUM_STAGES * STAGE_BYTES) fail("this is another stage's place");
+    if (place != (turn * slices + taken) % NUM_STAGES * STAGE_BYTES) fail("this is another stage's place");
     const bool first = map.id == PIXELS;
     if (c < 0 || c + 32 > (first ? params.C : alone.C)) fail("there are no such channels");
-    const std::vector<float> pixels =
-        im2col_rows(first ? params : alone, first ? x : shortcut_x, TILE_M, c, w, h, n, s, r);
-    if (filters.empty()) fail("pixels come before the stage is claimed");
-    if (taken % slices == 0) sums.assign(TILE_M * TILE_N, 0.0f);
+    pixels = im2col_rows(first ? params : alone, first ? x : shortcut_x, TILE_M, c, w, h, n, s, r);
+}
+void fetch_box(unsigned place, const TensorMap& map, unsigned, int column, int first) {
+    if (map.id % 2 != FILTERS) fail("these are no filters");
+    const int tile = blockIdx.x + turn * gridDim.x, m0 = tile / tiles_n() * TILE_M, n0 = tile % tiles_n() * TILE_N;
+    if (first != n0) fail("these are another tile's filters");
+    const auto& of = map.id == FILTERS ? weight : shortcut_weight;
+    const int depth = map.id == FILTERS ? params.gemm_k : alone.C;
+    if (column < 0 || column + 32 > depth) fail("there is no such depth");
+    const std::vector<float> filters = filter_rows(of, TILE_N, first, params.K, depth, column);
+    if (taken == 0) sums.assign(TILE_M * TILE_N, 0.0f);
     for (int m = 0; m < TILE_M; ++m) {
         for (int k = 0; k < TILE_N; ++k) {
-            for (int i = 0; i < 32; ++i) sums[m * TILE_N + k] += pixels[m * 32 + i] * filters.front()[k * 32 + i];
+            for (int i = 0; i < 32; ++i) sums[m * TILE_N + k] += pixels[m * 32 + i] * filters[k * 32 + i];
         }
     }
-    filters.pop_front();
-    if (++taken % slices) return;
-    const int tile = blockIdx.x + (taken / slices - 1) * gridDim.x;
-    const int m0 = tile / tiles_n() * TILE_M, n0 = tile % tiles_n() * TILE_N;
+    if (++taken < slices) return;
     for (int m = 0; m < TILE_M && m0 + m < params.gemm_m; ++m) {
         float* const row = &y[long(m0 + m) * params.K + n0];
         for (int k = 0; k < TILE_N && n0 + k < params.K; ++k) row[k] = sums[m * TILE_N + k];
     }
-}
-void fetch_box(unsigned place, const TensorMap& map, unsigned, int column, int first) {
-    if (map.id % 2 != FILTERS) fail("these are no filters");
-    if (asked - taken >= NUM_STAGES) fail("there are no more stages than that");
-    if (place != asked % NUM_STAGES * STAGE_BYTES + PIXEL_BYTES) fail("this is another stage's place");
-    const int tile = blockIdx.x + asked++ / slices * gridDim.x;
-    if (first != tile % tiles_n() * TILE_N) fail("these are another tile's filters");
-    const auto& of = map.id == FILTERS ? weight : shortcut_weight;
-    const int depth = map.id == FILTERS ? params.gemm_k : alone.C;
-    if (column < 0 || column + 32 > depth) fail("there is no such depth");
-    filters.push_back(filter_rows(of, TILE_N, first, params.K, depth, column));
+    taken = 0, ++turn;
 }
 int main(int, char** arguments) {
     kernel_number = atoi(arguments[1]);
@@ -103,12 +87,12 @@ int main(int, char** arguments) {
     read(shortcut_x, long(params.N) * alone.H * alone.W * alone.C), read(shortcut_weight, long(params.K) * alone.C);
     y.assign(long(params.gemm_m) * params.K, NAN_FLOAT);
     const TensorMap maps[] = {{PIXELS}, {FILTERS}, {SHORTCUT_PIXELS}, {SHORTCUT_FILTERS}};
-    const int tiles = (params.gemm_m + TILE_M - 1) / TILE_M * tiles_n();
-    gridDim.x = min(head[0], tiles);  // as many as are launched
-    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-        asked = taken = 0, waited = false;
-        KERNEL({maps[0], maps[1]}, {maps[2], maps[3]}, params, tiles, tiles_n());
-        if (taken % slices || !filters.empty()) fail("a tile's slices are not all there");
+    gridDim.x = head[0];
+    for (blockIdx.x = 0; blockIdx.x < head[0]; ++blockIdx.x) {
+        taken = turn = 0;
+        KERNEL({maps[0], maps[1]}, {maps[2], maps[3]}, params, (params.gemm_m + TILE_M - 1) / TILE_M * tiles_n(),
+               tiles_n());
+        if (taken) fail("a tile's slices are not all there");
     }
     fwrite(y.data(), 4, y.size(), stdout);
 }

@@ -32,20 +32,11 @@ __device__ __forceinline__ void fetch_next(const Maps& maps, Barriers& barriers,
     }
 }
 
-// Asks for all slices of the block's tiles in the order of their use, as stages become free. The first of the filters, which no
-// earlier kernel writes, are on their way before those have finished.
+// Asks for all slices of the block's tiles in the order of their use, as stages become free.
 __device__ __forceinline__ void produce(const Maps& maps, Barriers& barriers, const Work& work, const Conv2dParams& first,
                                         const Conv2dParams& second) {
     Place pixel{0, 1};  // the phase before the first counts as complete: all stages are free
     Place filter{0, 1};
-    int early = min(work.slices, FILTER_STAGES);
-    prefetch_map(maps.pixels);
-    for (int slice = 0; slice < early; ++slice) {
-        const unsigned full = claim(barriers.filters, filter, FILTER_BYTES);
-        fetch_box(work.filter_stage(filter.stage), maps.first, full, slice * SLICE, 0);
-        filter.advance(1, FILTER_STAGES);
-    }
-    wait_for_earlier_kernels();
     for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
         const bool with_filters = !work.resident || tile == blockIdx.x;
         const int m0 = tile * TILE_M;
@@ -55,9 +46,7 @@ __device__ __forceinline__ void produce(const Maps& maps, Barriers& barriers, co
         for (int r = 0; r < first.R; ++r) {
             for (int s = 0; s < first.S; ++s) {
                 for (int c = 0; c < first.C; c += SLICE, depth += SLICE) {
-                    if (early > 0) {
-                        --early;
-                    } else if (with_filters) {
+                    if (with_filters) {
                         const unsigned full = claim(barriers.filters, filter, FILTER_BYTES);
                         fetch_box(work.filter_stage(filter.stage), maps.first, full, depth, 0);
                         filter.advance(1, FILTER_STAGES);
