@@ -352,4 +352,5 @@ def test_the_table_that_comes_with_the_package(gpu: str, monkeypatch: pytest.Mon
             reason = choose_shortcut(problem, device, spread_nan=spread_nan)[1]
         else:
             reason = choose(problem, device, spread_nan=spread_nan).reason
-        assert re.match("((two|several) kernels are faster: )?tuned on NVIDIA H200", reason), problem
+        wording = "((two|several) kernels are faster: )?tuned on NVIDIA H200(, before its kernels changed)?"
+        assert re.fullmatch(wording, reason), problem  # not that of another batch size

@@ -72,7 +72,8 @@ def tune(
 ) -> None:
     """Time the kernels for a network's convolutions on this GPU, alone and in the network, and remember the fastest.
 
-    Later runs on this GPU follow what was found, until a kernel's source changes. Needs no weights.
+    Later runs on this GPU follow what was found, at batch sizes near those that were timed too, until a kernel's source
+    changes. Needs no weights.
     Exit status 1 if nothing could be timed.
     """
     from .. import tuning

@@ -1,6 +1,7 @@
 """Whether two or three convolutions in a row are one kernel or several. Needs no measurement, imports no CuPy.
 
-As for single convolutions, a table of measured choices decides where there is one (`tuned`), elsewhere the cost model.
+As for single convolutions, a table of measured choices decides where one knows the batch size or one near it
+(`tuned`), elsewhere the cost model.
 """
 
 import logging

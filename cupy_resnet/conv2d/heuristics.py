@@ -1,6 +1,6 @@
 """Which kernel computes a convolution, and in which configuration. Needs no measurement, imports no CuPy.
 
-A table of measured choices decides where there is one (`tuned`), elsewhere the cost model.
+A table of measured choices decides where one knows the batch size or one near it (`tuned`), elsewhere the cost model.
 """
 
 import logging

@@ -28,8 +28,8 @@ def choose_shortcut(
 ) -> tuple[bool, str]:
     """Decides whether a convolution with a shortcut is computed by one kernel, and says why or why not.
 
-    Where one kernel and two were timed against each other on this GPU or one like it, the faster way is taken,
-    elsewhere the one that the cost model expects to be faster.
+    Where one kernel and two were timed against each other on this GPU or one like it, with this batch size or one near
+    it (`tuned`), the faster way is taken, elsewhere the one that the cost model expects to be faster.
 
     Args:
         problem: a convolution with a shortcut.

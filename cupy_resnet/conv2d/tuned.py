@@ -8,9 +8,11 @@ There are two kinds, of one format:
   and another memory. Such a table names the digest that it
   was tuned with, but is only a hint, and is still followed after a kernel has changed.
 
-The user's own is asked first. An entry whose configuration does not exist any more, or does not apply to the GPU at
-hand, is passed over; a file that cannot be read is ignored with one warning. Looking up imports no CuPy and measures
-nothing; a file that changes is read again within `CHECK_SECONDS`.
+The user's own is asked first. A batch size that neither knows follows the nearest that one of them knows, if that is
+near enough (`nearest.FACTOR`); there the user's own comes first again. An entry whose configuration does
+not exist any more, or does not apply to the GPU or the batch at hand, is passed over; a file that cannot be read is
+ignored with one warning. Looking up imports no CuPy and measures nothing; a file that changes is read again within
+`CHECK_SECONDS`.
 """
 
 import json
@@ -21,13 +23,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, astuple, dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
 from .. import environment
 from ..jit import sources_digest
 from .configs import Config
+from .nearest import by_batch_size, nearest, with_batch_size
 from .problem import Conv2dPair, Conv2dProblem, Problem
 
 logger = logging.getLogger(__name__)
@@ -75,15 +79,14 @@ class Entry:
     def key(self) -> Key:
         return self.problem, self.spread_nan
 
-    @property
-    def reason(self) -> str:
-        """Why it is followed where it was measured."""
-        where = f"of {self.candidates} timed on this GPU"
-        if self.next_microseconds is not None:
-            return f"fastest {where}, {self.microseconds:.1f} µs (next best {self.next_microseconds:.1f})"
-        if self.candidates > 1:
-            return f"best in the network {where}, {self.microseconds:.1f} µs alone"
-        return f"fastest {where}, {self.microseconds:.1f} µs"
+    def reason(self, near: str = "") -> str:
+        """Why it is followed where it was measured; without times if `near` says that it was for another batch size."""
+        in_network = self.next_microseconds is None and self.candidates > 1
+        best = f"{'best in the network' if in_network else 'fastest'} of {self.candidates} timed on this GPU{near}"
+        if near:
+            return best
+        following = "" if self.next_microseconds is None else f" (next best {self.next_microseconds:.1f})"
+        return f"{best}, {self.microseconds:.1f} µs{' alone' if in_network else following}"
 
     def config_among(self, candidates: Sequence[Config]) -> Config | None:
         """Returns the first candidate with the fields of `config`, or None.
@@ -218,18 +221,43 @@ class Lookup:
     def found(self, problem: Problem, spread_nan: bool) -> Iterator[tuple[Entry, str]]:
         """Yields entries for a convolution or a pair, the most trustworthy first, each with the reason to follow it.
 
+        Those for its very batch size come first, then those for the `nearest` that any table has: what is fastest is
+        rather another kernel for other batches than on another GPU of the family. So all parts of a network that were
+        tuned together follow one batch size, in what is fused, too.
+
         Where kernels that spread a NaN are not allowed, an entry for which they took part comes second: if one that
-        does not spread it won, it is the fastest without them, too. Whoever asks must check that.
+        does not spread it won, it is the fastest without them, too. Whoever asks must check that, and that the
+        configuration solves the problem.
         """
-        keys: list[Key] = [(problem, spread_nan)] if spread_nan else [(problem, False), (problem, True)]
+        yield from self.exact(problem, spread_nan)
+        keys = _keys(with_batch_size(problem, 0), spread_nan)
+        N = nearest(problem.N, {N for key in keys for N in self._batch_sizes.get(key, ())})
+        if N is not None:
+            yield from self._of(with_batch_size(problem, N), spread_nan, f" for N = {N}, the nearest")
+
+    def exact(self, problem: Problem, spread_nan: bool) -> Iterator[tuple[Entry, str]]:
+        """Yields those of `found` that are for the very batch size, so that their times are those of the problem."""
+        return self._of(problem, spread_nan, "")
+
+    def _of(self, problem: Problem, spread_nan: bool, near: str) -> Iterator[tuple[Entry, str]]:
+        keys = _keys(problem, spread_nan)
         for key in keys:
             if key in self.own:
-                yield self.own[key], self.own[key].reason
+                yield self.own[key], self.own[key].reason(near)
         for table in self.shipped:
             changed = "" if table.sources_digest == kernels_digest() else ", before its kernels changed"
             for key in keys:
                 if key in table.entries:
-                    yield table.entries[key], f"tuned on {table.gpu}{changed}"
+                    yield table.entries[key], f"tuned on {table.gpu}{near}{changed}"
+
+    @cached_property
+    def _batch_sizes(self) -> dict[Key, set[int]]:
+        """Those that any table knows, by key with a problem of no images."""
+        return by_batch_size(chain(self.own, *(table.entries for table in self.shipped)))
+
+
+def _keys(problem: Problem, spread_nan: bool) -> list[Key]:
+    return [(problem, True)] if spread_nan else [(problem, False), (problem, True)]
 
 
 def family(gpu: str) -> str:

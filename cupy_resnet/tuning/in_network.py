@@ -196,7 +196,7 @@ def _alone(
     """Microseconds of a problem by itself: as it was timed, as tables have it, or as the cost model expects."""
     if problem in standings:
         return min(standing.median for standing in standings[problem])
-    entry = next((entry for entry, _ in known.found(problem, True)), None)
+    entry = next((entry for entry, _ in known.exact(problem, True)), None)
     if entry is not None:
         return entry.microseconds
     try:
