@@ -154,11 +154,13 @@ def test_the_launch_agrees_with_the_kernels_constants(config: Wgmma3xTf32Config)
         "CONSUMERS": config.CONSUMERS,
         "ROW_BYTES": config.ROW_BYTES,
         "SLICE_CHANNELS": config.tile_k,
-        "NUM_STAGES * STAGE_BYTES": config.shared_memory,
+        "NUM_STAGES * STAGE_BYTES + (STAGED ? CONSUMERS * PLACES * PIECE_BYTES : 0)": config.shared_memory,
+        "STAGED": int(config.staged),
         "sizeof(TensorMap)": tensor_maps.BYTES,
         "STAGE_BYTES % 1024": 0,  # where a stage begins, the swizzle begins anew
         "PIXEL_BYTES % 1024": 0,
         "FILTER_BYTES % 1024": 0,
+        "CONSUMER_M": config.consumer_m,
         "CONSUMER_M * ROW_BYTES % 1024": 0,
         "STEPS": 4,  # of 8 in a slice, as many as conv2d_mma adds up before it adds them to its sums
     }
@@ -168,7 +170,8 @@ def test_the_launch_agrees_with_the_kernels_constants(config: Wgmma3xTf32Config)
 @pytest.mark.parametrize("config", WGMMA_3XTF32, ids=str)
 def test_a_block_fits_an_h100_and_has_no_room_for_another_stage(config: Wgmma3xTf32Config) -> None:
     used = config.shared_memory + STATIC_SHARED
-    assert used <= H100.shared_memory_per_block < used + config.shared_memory // config.stages
+    stage = (config.tile_m + 2 * config.tile_n) * config.ROW_BYTES
+    assert used <= H100.shared_memory_per_block < used + stage
     assert config.tile_m <= 256  # rows of a box
 
 
@@ -188,14 +191,14 @@ def compile_log() -> str:
 
 # The launch ---------------------------------------------------------------------------------------------------------
 
-PARAMETERS = ["pixels", "filters", "residuals", "bias", "residual", "y", "params"]
+PARAMETERS = ["pixels", "filters", "residuals", "outputs", "bias", "residual", "y", "params"]
 
 
 def test_the_kernel_takes_its_parameters_in_the_launches_order() -> None:
     declared = parameters(NAME)
     assert [parameter.split()[-1].lstrip("*") for parameter in declared] == PARAMETERS
     maps = [parameter for parameter in declared if "TensorMap" in parameter]
-    assert len(maps) == 3
+    assert len(maps) == 4
     assert all(re.match(r"const __grid_constant__ TensorMap \w+$", parameter) for parameter in maps)
     assert load_program(find_kernel(NAME)).text.count("wait_for_earlier_kernels();") == 1
 
@@ -229,9 +232,10 @@ def test_the_launch(
     assert given["pixels"] == ("im2col_map", problem, "x", config.tile_m)
     assert given["filters"] == ("matrix_map", problem, ("weight", "in two parts"), 3 * 2 * 96, config.tile_n)
     if residual:
-        assert given["residuals"] == ("matrix_map", problem, "residual", 192, config.tile_m)
+        assert given["residuals"] == ("matrix_map", problem, "residual", 192, config.consumer_m, ("factor", False))
     else:
         assert given["residuals"] is tensor_maps.NONE
+    assert given["outputs"] == ("matrix_map", problem, "y", 192, config.consumer_m, ("factor", False))
     assert given["bias"] == ("bias" if bias else NULL)
     assert given["residual"] == ("residual" if residual else NULL)
     assert given["y"] == "y"

@@ -30,6 +30,7 @@ SHAPES = {
 }
 FORMS = {f"{config.tile_m}x{config.tile_n}": config.defines() for config in WGMMA_3XTF32}
 FORMS["few_stages"] = {**WGMMA_3XTF32[0].defines(), "NUM_STAGES": 2}
+FORMS["few_stages_and_pieces"] = {**WGMMA_3XTF32[1].defines(), "TILE_M": 128, "NUM_STAGES": 2}
 FORMS["many_blocks"] = {**WGMMA_3XTF32[0].defines(), "TILE_M": 256, "NUM_STAGES": 2}
 
 
@@ -113,15 +114,31 @@ MISTAKES = {
         "low[step].words, b_high, true)",
     ),
     "a slice's last product is left out": ("if (step == STEPS - 1) sums", "if (step == STEPS - 2) sums"),
-    "y is stored before the residual is read": ("&& residual; ++f) {", "&& false; ++f) {"),
-    "rows behind the last are stored": (
-        "if (m >= params.gemm_m || k >= params.K) continue;",
-        "if (k >= params.K) continue;",
-    ),
+    "the residual is forgotten": ("* ROWS && residual; ++i) {", "* ROWS && false; ++i) {"),
+    "rows behind the last are stored": ("return m0 + row_step(f) < params.gemm_m && n0", "return n0"),
 }
+MISTAKES_WITH_PIECES = {
+    "a piece is finished before its place is ready": (
+        "barrier_wait(shared_address(&barriers.ready[at.consumer][piece % PLACES]), phase_of(turn, piece) & 1);",
+        "",
+    ),
+    "a piece is stored before it is finished": (
+        "barrier_wait(shared_address(&barriers.finished[consumer][piece % PLACES]), phase_of(turn, piece) & 1);",
+        "",
+    ),
+    "a warp finishes for all": ("barriers.finished[0][i]), WARPGROUP);", "barriers.finished[0][i]), 32);"),
+    "a place is given back before it has been stored from": ("                store_wait();\n", ""),
+    "both consumers have the first one's rows": (
+        "const int m0 = tile / tiles.per_row * TILE_M + consumer * CONSUMER_M, n0",
+        "const int m0 = tile / tiles.per_row * TILE_M, n0",
+    ),
+    "a piece is another's columns": ("n0 + piece * SLICE_CHANNELS, m0", "n0 + (1 - piece) * SLICE_CHANNELS, m0"),
+    "its phases do not go on": ("return turn * (PIECES / PLACES) + ", "return "),
+}
+MISTAKES |= MISTAKES_WITH_PIECES
 
 
-wrong = wrong_programs(host_source, MISTAKES, lambda _: WGMMA_3XTF32[0].defines())
+wrong = wrong_programs(host_source, MISTAKES, lambda name: WGMMA_3XTF32[name in MISTAKES_WITH_PIECES].defines())
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

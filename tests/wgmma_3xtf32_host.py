@@ -36,11 +36,12 @@ HOST = (
 struct Index { int x; } threadIdx, blockIdx, gridDim;
 struct TensorMap { int id; };
 struct float2 { float x, y; };
-enum { PIXELS, FILTERS, RESIDUALS };
+enum { PIXELS, FILTERS, RESIDUALS, OUTPUTS };
 unsigned char shared[227 << 10] __align__(1024);
 
 struct Barrier { int count, pending, phase; long bytes; };
 struct Box { unsigned place; std::vector<float> rows; unsigned barrier; };
+struct Store { int routine; unsigned place; int column, row; };
 struct Instruction {
     int columns;
     float* sums[128];
@@ -56,7 +57,7 @@ struct Consumer {
 struct Routine {
     ucontext_t context;
     int thread;
-    bool ended, for_all;
+    bool ended, for_all, storing;
     unsigned barrier;
     int parity = -1;           // of a barrier that is waited for
     long issued, until;        // instructions; those before `until` are waited for
@@ -66,6 +67,7 @@ struct Routine {
 std::map<const void*, unsigned> addresses;
 std::map<unsigned, Barrier> barriers_at;
 std::vector<Box> fetches;
+std::vector<Store> stores;
 Consumer consumers[2];
 std::vector<Routine> routines;
 ucontext_t scheduler;
@@ -150,6 +152,17 @@ template <typename Element> float2 load_pair(const float* source) { return {sour
 template <typename Element> void store_pair(float* place, float x, float y) { place[0] = x, place[1] = y; }
 void fetch_im2col(unsigned, const TensorMap&, unsigned, int, int, int, int, int, int);
 void fetch_box(unsigned, const TensorMap&, unsigned, int, int);
+void written_for_storing() {}
+void store_box(const TensorMap& map, unsigned place, int column, int row) {
+    if (map.id != OUTPUTS) fail("this is no output");
+    stores.push_back({current, place, column, row});
+}
+void store_commit() {}
+void store_wait() {
+    self().storing = true;
+    rest();
+    self().storing = false;
+}
 void prefetch_box(const TensorMap& map, int, int) { if (map.id != RESIDUALS) fail("this is no residual"); }
 """
 )
@@ -168,11 +181,27 @@ void fetch_im2col(unsigned place, const TensorMap& map, unsigned barrier, int c,
     fetch(place, im2col_rows(params, x, TILE_M, c, w, h, n, s, r), barrier);
 }
 void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int column, int first) {
-    if (map.id != FILTERS || place % 1024) fail("no place for filters");
-    fetch(place, filter_rows(parts, TILE_N, first, 2 * params.K, params.gemm_k, column), barrier);
+    if (place % 1024) fail("no place for a box");
+    if (map.id == FILTERS) {
+        fetch(place, filter_rows(parts, TILE_N, first, 2 * params.K, params.gemm_k, column), barrier);
+        return;
+    }
+    if (map.id != RESIDUALS || !with_residual) fail("this is no box");
+    std::vector<float> rows(CONSUMER_M * 32);
+    for (int i = 0; i < CONSUMER_M * 32; ++i) {
+        const int m = first + i / 32, k = column + i % 32;
+        if (m < params.gemm_m && k < params.K) rows[i] = (in_place ? y : residual)[long(m) * params.K + k];
+    }
+    fetch(place, std::move(rows), barrier);
+}
+void carry_out(const Store& store) {
+    for (int i = 0; i < CONSUMER_M * 32; ++i) {
+        const int m = store.row + i / 32, k = store.column + i % 32;
+        if (m < params.gemm_m && k < params.K) y[long(m) * params.K + k] = at(store.place + i * 4);
+    }
 }
 void run() {
-    KERNEL({PIXELS}, {FILTERS}, {RESIDUALS}, with_bias ? bias.data() : nullptr,
+    KERNEL({PIXELS}, {FILTERS}, {RESIDUALS}, {OUTPUTS}, with_bias ? bias.data() : nullptr,
            in_place ? y.data() : with_residual ? residual.data() : nullptr, y.data(), params);
     self().ended = true;
     rest();
@@ -180,16 +209,21 @@ void run() {
 bool can_go_on(const Routine& routine) {
     if (routine.ended) return false;
     if (routine.for_all) return at_sync == int(routines.size());
+    if (routine.storing) {
+        for (const Store& store : stores) if (store.routine == &routine - routines.data()) return false;
+        return true;
+    }
     if (routine.parity >= 0) return barriers_at.at(routine.barrier).phase % 2 != routine.parity;
     return routine.thread < 128 || consumers[routine.thread / 128 - 1].computed >= routine.until;
 }
 void block() {
-    static std::vector<std::vector<char>> stacks(257, std::vector<char>(1 << 16));
+    constexpr int COUNT = 256 + 3;  // the consumers' threads, the producer, and who carries for each consumer
+    static std::vector<std::vector<char>> stacks(COUNT, std::vector<char>(1 << 16));
     barriers_at.clear(), at_sync = 0;
-    routines.assign(257, {});
-    for (int i = 0; i < 257; ++i) {
+    routines.assign(COUNT, {});
+    for (int i = 0; i < COUNT; ++i) {
         Routine& routine = routines[i];
-        routine.thread = i == 256 ? 0 : 128 + i;
+        routine.thread = i < 256 ? 128 + i : (i - 256) * 32;
         getcontext(&routine.context);
         routine.context.uc_stack.ss_sp = stacks[i].data();
         routine.context.uc_stack.ss_size = stacks[i].size();
@@ -200,14 +234,20 @@ void block() {
     const int lazy = draw() % 4;  // who is slow: nobody, the accelerator, one of the consumers
     for (;;) {
         std::vector<int> able;
-        for (int i = 0; i < 257; ++i) if (can_go_on(routines[i])) able.push_back(i);
+        for (int i = 0; i < COUNT; ++i) if (can_go_on(routines[i])) able.push_back(i);
         std::vector<Consumer*> busy;
         for (Consumer& consumer : consumers) {
             const auto& instructions = consumer.instructions;
             if (!instructions.empty() && instructions.front().issued == 128) busy.push_back(&consumer);
         }
-        if (able.empty() && busy.empty() && fetches.empty()) break;
+        if (able.empty() && busy.empty() && fetches.empty() && stores.empty()) break;
         const bool stuck = able.empty() && busy.empty();
+        if (!stores.empty() && ((stuck && fetches.empty()) || draw() % (lazy == 1 ? 50 : 3) == 0)) {
+            const int number = draw() % stores.size();
+            carry_out(stores[number]);
+            stores.erase(stores.begin() + number);
+            continue;
+        }
         if (!fetches.empty() && (stuck || draw() % (lazy == 1 ? 50 : 3) == 0)) {
             const int number = draw() % fetches.size();
             const Box box = std::move(fetches[number]);
@@ -255,6 +295,8 @@ def host_source() -> HostSource:
     text = re.sub(r'asm volatile\("setmaxnreg.*?\);', "", text)
     text = text.replace("extern __shared__ __align__(1024) unsigned char shared[];", "")
     text = text.replace("__shared__", "static")
+    text = re.sub(r'asm volatile\("mov.u32 %0, %%tid.x;.*?\);', "thread = threadIdx.x;", text)
+    text = re.sub(r'asm volatile\("mov.u32 %0, %%nctaid.x;.*?\);', "blocks = gridDim.x;", text)
     split = re.search(
         r"template <int WORDS>[^;{}]+ split_tf32\(.*?\n}\n", (include / "tensor_core.cuh").read_text("utf-8"), re.S
     )

@@ -122,13 +122,25 @@ class Wgmma3xTf32Config:
 
     ROW_BYTES = 128
     CONSUMERS = 2
+    PLACES = 2
     tile_k = 32
     threads = 384
 
     @property
+    def staged(self) -> bool:
+        """Whether residuals and outputs pass through shared memory."""
+        return self.tile_n == 64
+
+    @property
+    def consumer_m(self) -> int:
+        """Pixels of a tile that a consumer has."""
+        return self.tile_m // self.CONSUMERS
+
+    @property
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory per block."""
-        return self.stages * (self.tile_m + 2 * self.tile_n) * self.ROW_BYTES
+        places = self.PLACES * self.tile_m * self.ROW_BYTES if self.staged else 0
+        return self.stages * (self.tile_m + 2 * self.tile_n) * self.ROW_BYTES + places
 
     def defines(self) -> dict[str, int | str]:
         return {"TILE_M": self.tile_m, "TILE_N": self.tile_n, "NUM_STAGES": self.stages}
@@ -233,7 +245,7 @@ WGMMA_PATCH_PIXELS = (256, 248, 232, 216, 208, 184, 128, 64)
 WGMMA_PATCH = tuple(WgmmaPatchConfig(precision, n) for precision in ("fp16", "bf16") for n in WGMMA_PATCH_PIXELS)
 """Every form in which conv2d_wgmma_patch is compiled."""
 
-WGMMA_3XTF32 = (Wgmma3xTf32Config(128, 128, 4), Wgmma3xTf32Config(256, 64, 4), Wgmma3xTf32Config(128, 64, 7))
+WGMMA_3XTF32 = (Wgmma3xTf32Config(128, 128, 4), Wgmma3xTf32Config(256, 64, 3), Wgmma3xTf32Config(128, 64, 6))
 """Every form in which conv2d_wgmma_3xtf32 is compiled: with as many stages as there is room for."""
 
 BACK_TO_BACK_TILES = (

@@ -38,11 +38,12 @@ class Wgmma3xTf32(WgmmaIm2col):
         kernel = jit.get_function(self.name, defines=config.defines())
         residuals = tensor_maps.NONE
         if operands.residual is not None:
-            residuals = tensor_maps.matrix_map(problem, operands.residual, problem.K, config.tile_m)
+            residuals = tensor_maps.matrix_map(problem, operands.residual, problem.K, config.consumer_m, factor=False)
         arguments = (
             tensor_maps.im2col_map(problem, operands.x, config.tile_m),
             tensor_maps.matrix_map(problem, split_filter(operands.filter), problem.gemm_k, config.tile_n),
             residuals,
+            tensor_maps.matrix_map(problem, operands.y, problem.K, config.consumer_m, factor=False),
             *operands.tail(),
             conv2d_params(problem, operands.relu),
         )
