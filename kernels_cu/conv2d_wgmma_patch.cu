@@ -1,21 +1,22 @@
 // conv2d_wgmma_patch: conv2d_wgmma for stride 1, with the input of a tile kept in shared memory for all taps.
-// @solves 2-D convolution of stride 1 that keeps the size, on the tensor cores of compute capability 9.0 (fp16, bf16)
+// @solves 2-D convolution of stride 1 that keeps the size, on the tensor cores of compute capability 9.0 (fp16, bf16, TF32)
 // @arch sm_90a
 //
 // Equation   as conv2d_direct with stride 1, dilation 1, one group, R = 2·pad_h + 1, S = 2·pad_w + 1; sums in fp32.
+//            The accelerator rounds TF32 operands to nearest on their way; residual and output do not pass through it.
 // GEMM view  the product is transposed: 64 filters by PIXELS pixels. The depth is ordered (slice of channels, r, s, channel).
 // Layouts    x NHWC, filter KRSC, residual and y NPQK, all ELEMENT; bias K in fp32.
 // Grid       x: one block per multiprocessor, or fewer; tiles are taken in turn, filters fastest.
 //            Block 384 threads: a producer warpgroup, of which one thread works, and two consumers that take turns.
-// Shared     2 patches, 2 tiles on their way out, num_stages · 64 · 128 bytes of filter; see PatchTile and
-//            cupy_resnet/conv2d/wgmma_patch.py.
-// Requires   C a multiple of 64, K of 8.
+// Shared     2 patches, 2 tiles on their way out (without the latter for TF32), num_stages · 64 · 128 bytes of filter; see
+//            PatchTile and cupy_resnet/conv2d/wgmma_patch.py.
+// Requires   C a multiple of 128 bytes, K of 16 bytes.
 // This rung  against conv2d_wgmma: that kernel fetches every pixel R·S times, and L2 cannot deliver as fast as tensor cores
-//            multiply. Here a tile's pixels and their surroundings, the patch, come once per 64 channels. Its rows of pixels lie
-//            one after the other with pad_w zeros between them, images with pad_h rows of zeros: so a tap's operand is the same
-//            memory, begun r rows and s pixels later. The few columns of the product that fall on zeros are left out when
-//            the accelerator stores the tile, as they lie outside of the output. The many columns are the pixels, since an
-//            instruction asks less of shared memory the wider it is.
+//            multiply. Here a tile's pixels and their surroundings, the patch, come once per 128 bytes of channels. Its rows of
+//            pixels lie one after the other with pad_w zeros between them, images with pad_h rows of zeros: so a tap's
+//            operand is the same memory, begun r rows and s pixels later. The few columns of the product that fall on
+//            zeros are left out when the tile is stored, as they lie outside of the output. The many columns are the
+//            pixels, since an instruction asks less of shared memory the wider it is.
 #include "conv2d_params.cuh"
 #include "dependent_launch.cuh"
 #include "epilogue.cuh"
@@ -23,18 +24,23 @@
 #include "warpgroup.cuh"
 
 #ifndef PIXELS
-#define ELEMENT Half    // of input, filter, residual, output: Half or BFloat16
+#define ELEMENT Half    // of input, filter, residual, output: Half, BFloat16, or float (TF32)
 #define PIXELS 232      // columns of the product: a multiple of 8
 #define ACCUMULATORS 116  // PIXELS / 2, as a number
 #endif
 
 #if PIXELS != 64 && PIXELS != 128 && PIXELS != 256
-WARPGROUP_MMA_OF_BYTES_2(PIXELS, ACCUMULATORS)
+WARPGROUP_MMA_OF_ALL(PIXELS, ACCUMULATORS)
 #endif
 
 constexpr int CONSUMERS = 2, WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
-constexpr int ROW_BYTES = 128, SLICE_CHANNELS = 64, STEPS = ROW_BYTES / 32, FILTERS = 64, STAGE_BYTES = FILTERS * ROW_BYTES;
-constexpr int PATCHES = 2, MAX_STAGES = 16, BLOCKS = PIXELS / 8;
+constexpr int ROW_BYTES = 128, SLICE_CHANNELS = ROW_BYTES / static_cast<int>(sizeof(ELEMENT)), STEPS = ROW_BYTES / 32;
+constexpr int FILTERS = 64, STAGE_BYTES = FILTERS * ROW_BYTES, PATCHES = 2, BLOCKS = PIXELS / 8;
+// A finished tile of 2-byte elements goes by way of shared memory. One of floats would be twice as large.
+constexpr bool STAGED = sizeof(ELEMENT) == 2;
+constexpr int MAX_STAGES = STAGED ? 16 : 18;
+constexpr int TOGETHER = 11;  // blocks of 8 pixels that are loaded before the first of them is stored, if not staged
+constexpr unsigned short NO_PIXEL = 0xffff;
 
 // What a tile is; cupy_resnet/conv2d/wgmma_patch.py fills it in.
 struct PatchTile {
@@ -46,8 +52,8 @@ struct PatchTile {
     int pixel_tiles;   // in all
     int box_bytes;     // of a fetched patch
     int patch_bytes;   // of its place: zeros follow, to a multiple of 1024
-    int store_bytes;   // of a tile on its way out
-    int staged_bytes;  // of its place
+    int store_bytes;   // of a tile on its way out; 0 if not staged
+    int staged_bytes;  // of its place; 0 if not staged
     int num_stages;    // of the filter
 };
 
@@ -99,13 +105,17 @@ __device__ __forceinline__ void store_transposed(unsigned address, const unsigne
     }
 }
 
-// Asks for all patches and slices of the filter that the block's tiles need, as their places become free.
+// Asks for all patches and slices of the filter that the block's tiles need, as their places become free; for `residuals` to
+// come to L2 meanwhile, unless that is null.
 __device__ __forceinline__ void produce(const TensorMap& pixels, const TensorMap& filters, Barriers& barriers, unsigned patches,
                                         unsigned stages, const PatchTile& shape, const Conv2dParams& params, int tiles,
-                                        int tiles_k, bool resident) {
+                                        int tiles_k, bool resident, const TensorMap* residuals) {
     Place stage{0, 1}, patch{0, 1};  // the phase before the first counts as complete: all places are free
     for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
         const Tile tile(number, tiles_k, shape);
+        for (int k = 0; residuals && k < FILTERS; k += SLICE_CHANNELS) {
+            prefetch_box(*residuals, tile.k + k, 0, tile.p, tile.n);
+        }
         for (int c = 0; c < params.C; c += SLICE_CHANNELS) {
             const unsigned patch_full = shared_address(&barriers.patch_full[patch.stage]);
             barrier_wait(shared_address(&barriers.patch_empty[patch.stage]), patch.parity);
@@ -173,8 +183,8 @@ __device__ __forceinline__ void multiply(float (&sums)[PIXELS / 2], Barriers& ba
 }
 
 // Bias, residual and ReLU for 8 · COUNT / 2 pixels from block j on, on their way to the staged tile, where the residual is.
-template <int COUNT>
-__device__ __forceinline__ void finish(const float* sums, unsigned staged, int j, const float (&bias)[2], bool with_residual,
+template <typename Element, int COUNT>
+__device__ __forceinline__ void finish(const float* sums, unsigned staged, int j, const float* bias, bool with_residual,
                                        bool with_relu) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % WARPGROUP / 32;
     const int row = (j + lane / 16 % (COUNT / 2)) * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
@@ -186,21 +196,101 @@ __device__ __forceinline__ void finish(const float* sums, unsigned staged, int j
         const float* const pair = sums + (j + i / 2) * 4 + i % 2 * 2;
         float low = pair[0] + bias[i % 2], high = pair[1] + bias[i % 2];
         if (with_residual) {
-            low += to_float(ELEMENT{static_cast<unsigned short>(words[i])});
-            high += to_float(ELEMENT{static_cast<unsigned short>(words[i] >> 16)});
+            low += to_float(Element{static_cast<unsigned short>(words[i])});
+            high += to_float(Element{static_cast<unsigned short>(words[i] >> 16)});
         }
-        words[i] = pack_pair(with_relu ? relu_of(low) : low, with_relu ? relu_of(high) : high, ELEMENT{});
+        words[i] = pack_pair(with_relu ? relu_of(low) : low, with_relu ? relu_of(high) : high, Element{});
     }
     store_transposed<COUNT>(address, words);
+}
+
+// Which of a tile's output pixels, counted as they lie in memory, is a column of the product; NO_PIXEL if it falls on zeros.
+__device__ __forceinline__ unsigned short pixel_at(int column, const PatchTile& shape, const Conv2dParams& params) {
+    const int row = column / shape.columns, q = column % shape.columns;
+    const int image = row / shape.patch_rows, p = row % shape.patch_rows;
+    if (q >= params.Q || p >= shape.rows || image >= shape.images) return NO_PIXEL;
+    return static_cast<unsigned short>((image * params.P + p) * params.Q + q);
+}
+
+// Lanes that differ in bits 2 and 3, of a filter each, hold the same 4 outputs; afterwards each has one of all 4 filters. Both
+// values are written whoever is chosen: chosen places in the sums would have the assembler serialise the products.
+__device__ __forceinline__ void transpose_filters(float* values) {
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2) {
+        const bool upper = threadIdx.x & bit * 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & bit) continue;
+            const float low = values[i], high = values[i | bit], received = __shfl_xor_sync(~0u, upper ? low : high, bit * 4);
+            values[i] = upper ? received : low;
+            values[i | bit] = upper ? high : received;
+        }
+    }
+}
+
+// The outputs that a thread stores itself, of neighbouring filters from k on.
+template <typename Element>
+struct Outputs {
+    const Element* residual;  // of the tile's first pixel, or null
+    Element* y;               // the same
+    int pixels;               // of the tile; none where there are no such filters
+
+    __device__ __forceinline__ Outputs(const Element* all_residuals, Element* all, const Tile& tile, int k,
+                                       const PatchTile& shape, const Conv2dParams& params) {
+        const int images = min(shape.images, params.N - tile.n), rows = min(shape.rows, params.P - tile.p);
+        const long long first = (static_cast<long long>(tile.n) * params.P + tile.p) * params.Q * params.K + k;
+        residual = all_residuals ? all_residuals + first : nullptr;
+        y = all + first;
+        pixels = k < params.K ? ((images - 1) * params.P + rows) * params.Q : 0;
+    }
+};
+
+// Bias, residual and ReLU for a tile that is not staged, on its way to memory. Lanes trade a filter's pixels for a pixel's
+// filters, so that a warp moves 64 bytes of each of 8 pixels at once. The residuals of several blocks are under way before
+// the first of these is stored: y may be the residual.
+template <typename Element>
+__device__ __forceinline__ void finish_in_memory(float (&sums)[PIXELS / 2], const Outputs<Element>& outputs,
+                                                 const float* bias, const unsigned short* pixel_of,
+                                                 const Conv2dParams& params) {
+    const int lane = threadIdx.x % 32, column = lane % 4 * 2 + lane / 4 % 2;
+    const float least = params.relu ? 0.0f : __uint_as_float(0xff800000u);  // −∞: without ReLU nothing is less
+    const auto finished = [&](float sum, float added, float shortcut) {
+        const float value = sum + added + shortcut;
+        return value < least ? 0.0f : value;
+    };
+#pragma unroll
+    for (int j = 0; j < BLOCKS; j += TOGETHER) {
+        float4 shortcuts[TOGETHER] = {};
+        int offsets[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER && j + i < BLOCKS; ++i) {
+            const int pixel = pixel_of[(j + i) * 8 + column];
+            offsets[i] = pixel < outputs.pixels ? pixel * params.K : -1;
+            if (outputs.residual && offsets[i] >= 0) {
+                shortcuts[i] = *reinterpret_cast<const float4*>(outputs.residual + offsets[i]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER && j + i < BLOCKS; ++i) transpose_filters(&sums[(j + i) * 4]);
+#pragma unroll
+        for (int i = 0; i < TOGETHER && j + i < BLOCKS; ++i) {
+            const float* const sum = &sums[(j + i) * 4];
+            const float4 shortcut = shortcuts[i];
+            const float4 result = make_float4(finished(sum[0], bias[0], shortcut.x), finished(sum[1], bias[1], shortcut.y),
+                                              finished(sum[2], bias[2], shortcut.z), finished(sum[3], bias[3], shortcut.w));
+            if (offsets[i] >= 0) *reinterpret_cast<float4*>(outputs.y + offsets[i]) = result;
+        }
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     conv2d_wgmma_patch(const __grid_constant__ TensorMap pixels, const __grid_constant__ TensorMap filters,
                        const __grid_constant__ TensorMap residuals, const __grid_constant__ TensorMap outputs,
-                       const float* __restrict__ bias, const ELEMENT* residual, const PatchTile shape,
+                       const float* __restrict__ bias, const ELEMENT* residual, ELEMENT* y, const PatchTile shape,
                        const Conv2dParams params) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ Barriers barriers;
+    __shared__ unsigned short pixel_of[PIXELS];
     const int warpgroup = threadIdx.x / WARPGROUP;
     if (threadIdx.x == 0) {
         for (int i = 0; i < shape.num_stages; ++i) {
@@ -224,6 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     }
     written_for_storing();
+    for (int i = threadIdx.x; !STAGED && i < PIXELS; i += THREADS) pixel_of[i] = pixel_at(i, shape, params);
     __syncthreads();
     const int tiles_k = (params.K + FILTERS - 1) / FILTERS, tiles = shape.pixel_tiles * tiles_k;
     const int chunks = params.C / SLICE_CHANNELS, slices = params.R * params.S * chunks;
@@ -236,12 +327,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warpgroup == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == 0) {
-            produce(pixels, filters, barriers, patches, stages, shape, params, tiles, tiles_k, resident);
+            produce(pixels, filters, barriers, patches, stages, shape, params, tiles, tiles_k, resident,
+                    !STAGED && residual ? &residuals : nullptr);
         }
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    const int consumer = warpgroup - 1, filter0 = threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
+    const int consumer = warpgroup - 1, lane = threadIdx.x % 32, warp_filter = threadIdx.x % WARPGROUP / 32 * 16;
+    // Of the thread's filters, which are 8 apart, or 4 neighbours.
+    const int filter0 = warp_filter + (STAGED ? lane / 4 : lane / 8 % 2 * 8 + lane / 16 * 4);
     const bool elected = threadIdx.x % WARPGROUP == 0;
     const unsigned staged = staged_tiles + consumer * shape.staged_bytes;
     Place stage{0, 0}, patch{0, 0};
@@ -252,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int turn = 0;
     for (int number = blockIdx.x + consumer * gridDim.x; number < tiles; number += CONSUMERS * gridDim.x, ++turn) {
         const Tile tile(number, tiles_k, shape);
-        if (elected) {
+        if (STAGED && elected) {
             store_wait();
             if (residual) {
                 const unsigned barrier = shared_address(&barriers.residual[consumer]);
@@ -260,10 +354,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 fetch_box(staged, residuals, barrier, tile.k, 0, tile.p, tile.n);
             }
         }
-        float biases[2];
+        float biases[STAGED ? 2 : 4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int k = tile.k + filter0 + i * 8;
+        for (int i = 0; i < (STAGED ? 2 : 4); ++i) {
+            const int k = tile.k + filter0 + i * (STAGED ? 8 : 1);
             biases[i] = bias && k < params.K ? bias[k] : 0.0f;
         }
         float sums[PIXELS / 2];
@@ -272,20 +366,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         // Those of the other consumer.
         if (!resident) stage.advance(slices % (2 * shape.num_stages), shape.num_stages);
         patch.advance(chunks % (2 * PATCHES), PATCHES);
-        if (residual) {
-            barrier_wait(shared_address(&barriers.residual[consumer]), turn & 1);
-        } else {
-            warpgroup_sync(1 + consumer);  // the elected thread has waited for the tile before
-        }
+        if constexpr (STAGED) {
+            if (residual) {
+                barrier_wait(shared_address(&barriers.residual[consumer]), turn & 1);
+            } else {
+                warpgroup_sync(1 + consumer);  // the elected thread has waited for the tile before
+            }
 #pragma unroll
-        for (int j = 0; j + 1 < BLOCKS; j += 2) finish<4>(sums, staged, j, biases, residual, params.relu);
-        if constexpr (BLOCKS % 2 == 1) finish<2>(sums, staged, BLOCKS - 1, biases, residual, params.relu);
-        written_for_storing();
-        warpgroup_sync(1 + consumer);
-        if (elected) {
-            store_box(outputs, staged, tile.k, 0, tile.p, tile.n);
-            store_commit();
+            for (int j = 0; j + 1 < BLOCKS; j += 2) finish<ELEMENT, 4>(sums, staged, j, biases, residual, params.relu);
+            if constexpr (BLOCKS % 2 == 1) finish<ELEMENT, 2>(sums, staged, BLOCKS - 1, biases, residual, params.relu);
+            written_for_storing();
+            warpgroup_sync(1 + consumer);
+            if (elected) {
+                store_box(outputs, staged, tile.k, 0, tile.p, tile.n);
+                store_commit();
+            }
+        } else {
+            warpgroup_results(sums);
+            finish_in_memory<ELEMENT>(sums, {residual, y, tile, tile.k + filter0, shape, params}, biases, pixel_of, params);
         }
     }
-    if (elected) store_wait();  // shared memory ends with the block
+    if (STAGED && elected) store_wait();  // shared memory ends with the block
 }

@@ -107,9 +107,17 @@ def test_wgmma_is_expected_to_win_where_there_is_much_to_multiply(precision: str
         assert isinstance(tile(replace(layer, N=256)), OnHopper)
         if precision == "fp32-tc":
             assert isinstance(tile(replace(layer, N=32)), Wgmma3xTf32Config)
-        if size < 28 or precision in ("tf32", "fp32-tc"):  # no patches
+        if size < 28 or precision == "fp32-tc":  # no patches
             # A single image has fewer tiles than there are multiprocessors: split-K keeps them busy.
             assert getattr(tile(replace(layer, N=1)), "split_k_slices", 1) > 1
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32"])
+def test_a_patch_is_expected_to_win_on_large_maps_with_64_filters(precision: str) -> None:
+    """There an instruction of conv2d_wgmma asks as much of shared memory as that can give."""
+    layer = replace(LARGE, precision=precision)
+    for N in (8, 32, 256):
+        assert isinstance(tile(replace(layer, N=N)), WgmmaPatchConfig)
 
 
 def test_kernels_with_a_single_form_cost_nothing_to_choose() -> None:

@@ -63,11 +63,8 @@ def test_candidates_begin_with_the_models_choice_and_leave_out_the_hopeless(
     names = {candidate.variant for candidate in found}
     tensor_cores, cuda_cores = {"conv2d_mma", "conv2d_mma_patch"}, {"conv2d_implicit_gemm", "conv2d_winograd"}
     if precision in ("fp16", "bf16", "tf32") and problem.groups == 1 and problem.C == 256:
-        tensor_cores |= {"conv2d_wgmma"}
-        assert "conv2d_wgmma" in names
-        if precision != "tf32":
-            tensor_cores |= {"conv2d_wgmma_patch"}
-            assert "conv2d_wgmma_patch" in names
+        tensor_cores |= {"conv2d_wgmma", "conv2d_wgmma_patch"}
+        assert {"conv2d_wgmma", "conv2d_wgmma_patch"} <= names
     if precision == "fp32-tc" and problem == replace(LAYER, precision=precision):  # for a single image it is hopeless
         tensor_cores |= {"conv2d_wgmma_3xtf32"}
         assert "conv2d_wgmma_3xtf32" in names

@@ -12,11 +12,11 @@ import pytest
 from wgmma_support import STATIC_SHARED, Gpus, assert_constants, collected_launches, operands, parameters, two_gpus
 
 from cupy_resnet.conv2d import H100, VARIANTS, Conv2dProblem, tensor_maps, wgmma_patch
-from cupy_resnet.conv2d.configs import WGMMA_PATCH, WGMMA_PATCH_PIXELS, WgmmaPatchConfig
+from cupy_resnet.conv2d.configs import WGMMA_PATCH, WGMMA_PATCH_PIXELS, WGMMA_PATCH_TF32_PIXELS, WgmmaPatchConfig
 from cupy_resnet.conv2d.params import conv2d_params
 from cupy_resnet.conv2d.variants import NULL
 from cupy_resnet.conv2d.wgmma_patch import PatchTile, patch_tile
-from cupy_resnet.jit import launching, list_kernels
+from cupy_resnet.jit import compile_kernel, launching, list_kernels
 from cupy_resnet.jit.report import compile_reports
 from cupy_resnet.jit.sources import find_kernel, load_program
 from cupy_resnet.kernels import configurations
@@ -24,6 +24,7 @@ from cupy_resnet.kernels import configurations
 NAME = "conv2d_wgmma_patch"
 VARIANT = VARIANTS[NAME]
 PLAIN = Conv2dProblem(N=2, H=14, W=14, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, precision="fp16")
+TF32 = replace(PLAIN, precision="tf32")
 LIMIT = H100.shared_memory_per_block
 TEXT = load_program(find_kernel(NAME)).text
 
@@ -56,7 +57,14 @@ ONE = "needs stride 1 and dilation 1"
         (replace(PLAIN, pad_h=2), KEEPS + "3×3"),
         (replace(PLAIN, S=1), KEEPS + "3×1"),
         (replace(PLAIN, H=3000, W=198), ""),
-        (replace(PLAIN, precision="tf32"), "computes in fp16 or bf16, not in tf32"),
+        (TF32, ""),
+        (replace(TF32, C=32, K=4), ""),
+        (replace(TF32, C=48), "needs C a multiple of 32 and K of 4, not 48 and 64"),
+        (replace(TF32, K=6), "needs C a multiple of 32 and K of 4, not 64 and 6"),
+        (replace(TF32, stride_h=2), ONE),
+        (replace(TF32, pad_w=0), KEEPS + "3×3"),
+        (replace(TF32, H=3000, W=248), ""),
+        (replace(PLAIN, precision="fp32-tc"), "computes in fp16 or bf16 or tf32, not in fp32-tc"),
     ],
     ids=str,
 )
@@ -65,17 +73,18 @@ def test_its_limits(problem: Conv2dProblem, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("S", "widest"),
+    ("precision", "S", "widest"),
     [
-        (1, 256),  # a box is no wider, nor an instruction
-        (
-            3,
-            198,
-        ),  # two patches of 3 rows of 199 pixels and a zero take 150 KiB, beside two tiles of 208 and three slices
+        ("fp16", 1, 256),  # a box is no wider, nor an instruction
+        # Two patches of 3 rows of 199 pixels and a zero take 150 KiB, beside two tiles of 208 and three slices.
+        ("fp16", 3, 198),
+        ("tf32", 1, 248),  # nor any instruction here
+        ("tf32", 3, 248),  # there is room without such tiles
+        ("tf32", 5, 159),  # not for 5 rows of 162 pixels
     ],
 )
-def test_the_widest_rows(S: int, widest: int) -> None:
-    problem = replace(PLAIN, R=S, S=S, pad_h=S // 2, pad_w=S // 2)
+def test_the_widest_rows(precision: str, S: int, widest: int) -> None:
+    problem = replace(PLAIN, R=S, S=S, pad_h=S // 2, pad_w=S // 2, precision=precision)
     assert VARIANT.supports(replace(problem, W=widest), H100) == (True, "")
     for wider in (widest + 1, 3000):
         supported, reason = VARIANT.supports(replace(problem, W=wider), H100)
@@ -87,29 +96,44 @@ def test_the_widest_rows(S: int, widest: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "pixels", "expected"),
+    ("precision", "size", "pixels", "expected"),
     [
         # 4 rows of 57: 6 are fetched, and a zero is behind them
-        (56, 232, PatchTile(1, 4, 57, 6, 14, 3584, 342 * 128, 344 * 128, 228 * 128, 232 * 128, 10)),
+        ("fp16", 56, 232, PatchTile(1, 4, 57, 6, 14, 3584, 342 * 128, 344 * 128, 228 * 128, 232 * 128, 10)),
         # 4 images of 7 rows of 8, a row of zeros above each and one and a zero behind them
-        (7, 248, PatchTile(4, 7, 8, 8, 1, 64, 256 * 128, 272 * 128, 256 * 128, 256 * 128, 11)),
+        ("fp16", 7, 248, PatchTile(4, 7, 8, 8, 1, 64, 256 * 128, 272 * 128, 256 * 128, 256 * 128, 11)),
+        # The same without tiles on their way out
+        ("tf32", 56, 232, PatchTile(1, 4, 57, 6, 14, 3584, 342 * 128, 344 * 128, 0, 0, 17)),
+        ("tf32", 7, 248, PatchTile(4, 7, 8, 8, 1, 64, 256 * 128, 272 * 128, 0, 0, 18)),
+        # 3 rows, of which the last tile has 2
+        ("tf32", 56, 176, PatchTile(1, 3, 57, 5, 19, 4864, 285 * 128, 288 * 128, 0, 0, 18)),
     ],
 )
-def test_tiles_worked_out_by_hand(size: int, pixels: int, expected: PatchTile) -> None:
-    assert patch_tile(replace(PLAIN, N=256, H=size, W=size), pixels, LIMIT) == expected
+def test_tiles_worked_out_by_hand(precision: str, size: int, pixels: int, expected: PatchTile) -> None:
+    assert patch_tile(replace(PLAIN, N=256, H=size, W=size, precision=precision), pixels, LIMIT) == expected
 
 
-def test_of_forms_with_the_same_tile_the_narrowest_is_a_candidate() -> None:
+def test_in_tf32_a_whole_filter_over_64_channels_has_room_beside_patches_of_three_rows() -> None:
+    problem = replace(TF32, N=256, H=56, W=56)
+    slices = problem.R * problem.S * problem.C // WgmmaPatchConfig("tf32", 176).channels
+    for pixels, stays in ((176, True), (232, False)):
+        tile = patch_tile(problem, pixels, LIMIT)
+        assert tile is not None
+        assert (slices <= tile.num_stages) is stays
+
+
+@pytest.mark.parametrize("precision", VARIANT.precisions)
+def test_of_forms_with_the_same_tile_the_narrowest_is_a_candidate(precision: str) -> None:
     for size in (7, 14, 28, 56, 100):
         for N in (1, 2, 64):
-            problem = replace(PLAIN, N=N, H=size, W=size)
+            problem = replace(PLAIN, N=N, H=size, W=size, precision=precision)
             by_tile: dict[tuple[int, int], list[int]] = {}
             for config in WGMMA_PATCH:
                 tile = patch_tile(problem, config.pixels, LIMIT)
-                if config.precision == "fp16" and tile is not None:
+                if config.precision == precision and tile is not None:
                     by_tile.setdefault((tile.images, tile.rows), []).append(config.pixels)
             candidates = VARIANT.candidates(problem, H100)
-            narrowest = {WgmmaPatchConfig("fp16", min(pixels)) for pixels in by_tile.values()}
+            narrowest = {WgmmaPatchConfig(precision, min(pixels)) for pixels in by_tile.values()}
             assert set(candidates) == narrowest
             assert len(candidates) == len(narrowest)
 
@@ -117,12 +141,29 @@ def test_of_forms_with_the_same_tile_the_narrowest_is_a_candidate() -> None:
 # What the kernel's file and the launch agree on -------------------------------------------------------------------
 
 
-def test_it_is_compiled_in_both_precisions_alike() -> None:
+PIXELS = {"fp16": WGMMA_PATCH_PIXELS, "bf16": WGMMA_PATCH_PIXELS, "tf32": WGMMA_PATCH_TF32_PIXELS}
+
+
+def test_it_is_compiled_for_2_bytes_alike_and_for_tf32() -> None:
     assert configurations(NAME) == [dict(config.defines()) for config in WGMMA_PATCH]
-    assert {config.precision for config in WGMMA_PATCH} == set(VARIANT.precisions) == {"fp16", "bf16"}
+    assert {config.precision for config in WGMMA_PATCH} == set(VARIANT.precisions) == PIXELS.keys()
     for precision in VARIANT.precisions:
-        assert tuple(c.pixels for c in WGMMA_PATCH if c.precision == precision) == WGMMA_PATCH_PIXELS
-    assert all(pixels % 8 == 0 and 8 <= pixels <= 256 for pixels in WGMMA_PATCH_PIXELS)
+        assert tuple(c.pixels for c in WGMMA_PATCH if c.precision == precision) == PIXELS[precision]
+        assert all(pixels % 8 == 0 and 8 <= pixels <= 256 for pixels in PIXELS[precision])
+
+
+@pytest.fixture(scope="module")
+def compile_log() -> str:
+    """What the compiler says of all forms."""
+    pytest.importorskip("cupy")
+    logs = [compile_kernel(NAME, defines=config.defines(), arch="sm_90a").entry.log for config in WGMMA_PATCH]
+    return "\n".join(logs)
+
+
+def test_the_compiler_lets_instructions_overlap(compile_log: str) -> None:
+    """It says so where it waits for each of them, which costs half of the speed."""
+    assert "serialized" not in compile_log
+    assert "spill" in compile_log
 
 
 def test_it_is_compiled_for_nothing_but_sm_90a() -> None:
@@ -149,21 +190,23 @@ def test_the_launch_agrees_with_the_kernels_constants(config: WgmmaPatchConfig) 
         "THREADS": config.threads,
         "CONSUMERS": config.CONSUMERS,
         "PATCHES": config.PATCHES,
-        "MAX_STAGES": config.MAX_STAGES,
+        "MAX_STAGES": config.max_stages,
         "ROW_BYTES": config.ROW_BYTES,
         "FILTERS": config.FILTERS,
-        "SLICE_CHANNELS": config.CHANNELS,
+        "SLICE_CHANNELS": config.channels,
+        "STAGED": int(config.staged),
         "STAGE_BYTES": config.FILTERS * config.ROW_BYTES,
         "PIXELS": config.pixels,
         "2 * ACCUMULATORS": config.pixels,
         "8 * BLOCKS": config.pixels,
-        "sizeof(ELEMENT)": 2,
+        "sizeof(ELEMENT)": {"tf32": 4}.get(config.precision, 2),
         "sizeof(TensorMap)": tensor_maps.BYTES,
         "alignof(TensorMap)": 64,
         "sizeof(PatchTile)": 4 * len(fields(PatchTile)),
         "STAGE_BYTES % 1024": 0,  # where a stage begins, the swizzle begins anew
     }
-    assert_constants(NAME, config.defines(), expected, f"sizeof(Barriers) <= {STATIC_SHARED}")
+    pixel_of = "PIXELS * sizeof(unsigned short)"
+    assert_constants(NAME, config.defines(), expected, f"sizeof(Barriers) + {pixel_of} <= {STATIC_SHARED}")
 
 
 # A finished tile in shared memory ---------------------------------------------------------------------------------
@@ -186,8 +229,9 @@ def test_every_sum_is_staged_once_and_where_the_accelerator_expects_it(pixels: i
     chunk_of = expression(r"chunk = (.+?);\n")
     place_of = expression(r"const unsigned address = staged \+ (.+?);\n")
     pair_of = expression(r"const float\* const pair = sums \+ (.+?);\n")
-    filter_of = expression(r"filter0 = (.+?);\n")
-    bias_of = expression(r"const int k = tile\.k \+ (filter0 \+ .+?);\n")
+    filter_of = expression(r"filter0 = warp_filter \+ \(STAGED \? (.+?) : ")
+    warp_filter_of = expression(r"warp_filter = (.+?);\n")
+    assert "k = tile.k + filter0 + i * (STAGED ? 8 : 1);" in TEXT
     assert "low = pair[0] + bias[i % 2], high = pair[1] + bias[i % 2]" in TEXT
     blocks = pixels // 8
     calls = [(j, 4) for j in range(0, blocks - 1, 2)] + ([(blocks - 1, 2)] if blocks % 2 else [])
@@ -202,7 +246,8 @@ def test_every_sum_is_staged_once_and_where_the_accelerator_expects_it(pixels: i
                 column, place = first // 4 * 8 + lane % 4 * 2, first % 4
                 filter = warp * 16 + lane // 4 + 8 * (place // 2)
                 assert place in (0, 2)
-                assert eval(bias_of, {"filter0": eval(filter_of, {"thread": thread, **known}), "i": i % 2}) == filter
+                first_filter = eval(warp_filter_of, {"thread": thread, **known}) + eval(filter_of, {"lane": lane})
+                assert first_filter + i % 2 * 8 == filter
                 for half in range(2):
                     values = {"lane": 8 * i + 2 * (lane % 4) + half, "warp": warp, "j": j, "COUNT": count}
                     values |= known
@@ -216,14 +261,14 @@ def test_every_sum_is_staged_once_and_where_the_accelerator_expects_it(pixels: i
 
 # The launch ---------------------------------------------------------------------------------------------------------
 
-PARAMETERS = ["pixels", "filters", "residuals", "outputs", "bias", "residual", "shape", "params"]
+PARAMETERS = ["pixels", "filters", "residuals", "outputs", "bias", "residual", "y", "shape", "params"]
 
 
 def test_the_kernel_takes_its_parameters_in_the_launches_order() -> None:
     declared = parameters(NAME)
     assert [parameter.split()[-1] for parameter in declared] == PARAMETERS
     assert declared[:4] == [f"const __grid_constant__ TensorMap {name}" for name in PARAMETERS[:4]]
-    assert declared[6:] == ["const PatchTile shape", "const Conv2dParams params"]
+    assert declared[6:] == ["ELEMENT* y", "const PatchTile shape", "const Conv2dParams params"]
 
 
 @pytest.fixture
@@ -277,7 +322,9 @@ def test_the_launch(
     assert given["pixels"] == ("tensor_map", problem, "x", patch)  # width, height, images
     assert given["filters"] == ("matrix_map", problem, "weight", 5 * 3 * 128, 64)  # K rows of R·S·C, a tile's filters
     assert given["residuals"] == (("tensor_map", problem, "residual", stored) if residual else tensor_maps.NONE)
-    assert given["outputs"] == ("tensor_map", problem, "y", stored)
+    # In TF32 neither residual nor output passes through the accelerator, which would round them.
+    assert given["outputs"] == (("tensor_map", problem, "y", stored) if config.staged else tensor_maps.NONE)
+    assert given["y"] == "y"
     assert given["bias"] == ("bias" if bias else NULL)
     assert given["residual"] == ("residual" if residual else NULL)
     assert given["params"] is conv2d_params(problem, relu)
@@ -286,7 +333,7 @@ def test_the_launch(
     assert bytes(launching._as_bytes(given["shape"])) == np.array(astuple(tile), np.int32).tobytes()
     # The accelerator tells as many bytes as it fetches, and a box must be among those that a map can describe.
     assert tile.box_bytes == 128 * patch[0] * patch[1] * patch[2]
-    assert tile.store_bytes == 128 * stored[0] * stored[1] * stored[2]
+    assert tile.store_bytes == (128 * stored[0] * stored[1] * stored[2] if config.staged else 0)
     assert max(*patch, *stored) <= 256
 
 
@@ -298,9 +345,9 @@ def test_shared_memory_is_what_the_kernel_divides(launches: list[tuple[Any, ...]
             if tile is None:
                 continue
             assert tile.shared_memory == 2 * tile.patch_bytes + 2 * tile.staged_bytes + tile.num_stages * 64 * 128
-            assert 3 <= tile.num_stages <= config.MAX_STAGES
+            assert 3 <= tile.num_stages <= config.max_stages
             assert STATIC_SHARED + tile.shared_memory <= LIMIT
-            assert tile.staged_bytes >= max(tile.store_bytes, config.pixels * 128)
+            assert tile.staged_bytes >= (max(tile.store_bytes, config.pixels * 128) if config.staged else 0)
             assert tile.box_bytes < 2**20, "more than a barrier counts"
             # What the last tap reads, some of it for nobody, ends before shared memory does, whichever patch it is in.
             read = (2 * tile.columns + 2 + config.pixels) * 128

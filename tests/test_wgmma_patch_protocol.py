@@ -1,4 +1,8 @@
-"""Who waits for whom in conv2d_wgmma_patch: its own text, run on the host in many orders (see `wgmma_patch_host`)."""
+"""Who waits for whom in conv2d_wgmma_patch: its own text, run on the host in many orders (see `wgmma_patch_host`).
+
+That of 2-byte elements; in TF32, whose barriers are the same but for those of staged tiles, `test_wgmma_patch_run` has
+it.
+"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -127,12 +131,12 @@ MISTAKES = {
     "a turn's other phase": ("(tiles_before - 1) & 1", "tiles_before & 1"),
     "the other consumer's slices are not passed over": (
         "if (!resident) stage.advance(slices % (2 * shape.num_stages), shape.num_stages);\n"
-        "        patch.advance(chunks % (2 * PATCHES), PATCHES);\n        if (residual)",
-        "patch.advance(chunks % (2 * PATCHES), PATCHES);\n        if (residual)",
+        "        patch.advance(chunks % (2 * PATCHES), PATCHES);\n        if constexpr",
+        "patch.advance(chunks % (2 * PATCHES), PATCHES);\n        if constexpr",
     ),
     "the other consumer's patches are not passed over": (
-        "        patch.advance(chunks % (2 * PATCHES), PATCHES);\n        if (residual)",
-        "        if (residual)",
+        "        patch.advance(chunks % (2 * PATCHES), PATCHES);\n        if constexpr",
+        "        if constexpr",
     ),
     "a slice is given back before it has been read": ("warpgroup_wait<1>();", "warpgroup_wait<2>();"),
     "the last patch is kept": ("patch_empty[previous_patch]));\n    }\n}", "patch_empty[0]));\n    }\n}"),

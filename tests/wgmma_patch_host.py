@@ -1,5 +1,7 @@
 """conv2d_wgmma_patch.cu as a program of the host: its own text; C++ plays barriers, accelerator and tensor cores.
 
+Of 2-byte elements, and without data; `wgmma_patch_run_host` has it in TF32, with data.
+
 One block runs with one thread of each warpgroup, taken in turns at random. Fetches land, and stores are read, some time
 after they were asked for; an instruction reads its operands at any time until it is waited for. The program ends with
 an error where memory is written that somebody else may still read or write, and where nobody can go on.
@@ -26,12 +28,13 @@ HOST = r"""
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-#define WARPGROUP_MMA_OF_BYTES_2(...)
+#define WARPGROUP_MMA_OF_ALL(...)
 
 struct Index { int x; } threadIdx, blockIdx, gridDim;
 struct Half { unsigned short bits; };
 struct Chunk { unsigned words[4]; };
 struct TensorMap { int id; };
+struct float4 { float x, y, z, w; };
 enum { PIXELS_OF_X, FILTER, RESIDUAL, OUTPUT };
 unsigned char shared[1 << 18] __align__(1024);
 int box_bytes, store_bytes;
@@ -177,6 +180,14 @@ void warpgroup_wait() {
 float to_float(Half) { return 0; }
 float relu_of(float x) { return x; }
 unsigned pack_pair(float, float, Half) { return 0; }
+// What only a tile of floats needs, which is not staged.
+[[noreturn]] void not_staged() { fail("every tile is staged"); }
+int min(int, int) { not_staged(); }
+float __uint_as_float(unsigned) { not_staged(); }
+float __shfl_xor_sync(unsigned, float, int) { not_staged(); }
+float4 make_float4(float, float, float, float) { not_staged(); }
+void prefetch_box(const TensorMap&, int, int, int, int) { not_staged(); }
+template <int COUNT> void warpgroup_results(float (&)[COUNT]) { not_staged(); }
 """
 
 MAIN = r"""
@@ -186,7 +197,7 @@ bool with_residual;
 void run() {
     static unsigned char something;
     KERNEL({PIXELS_OF_X}, {FILTER}, {RESIDUAL}, {OUTPUT}, nullptr,
-           with_residual ? reinterpret_cast<const ELEMENT*>(&something) : nullptr, shape, params);
+           with_residual ? reinterpret_cast<const ELEMENT*>(&something) : nullptr, nullptr, shape, params);
     routines[current].ended = true;
     rest();
 }

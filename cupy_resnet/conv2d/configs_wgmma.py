@@ -89,12 +89,25 @@ class WgmmaPatchConfig:
     pixels: int
 
     FILTERS = 64
-    CHANNELS = 64
     ROW_BYTES = 128
     CONSUMERS = 2
     PATCHES = 2
-    MAX_STAGES = 16
     threads = 384
+
+    @property
+    def channels(self) -> int:
+        """Channels of a patch, and of a slice of the filter."""
+        return self.ROW_BYTES // PRECISIONS[self.precision].element_size
+
+    @property
+    def staged(self) -> bool:
+        """Whether a tile is stored by way of shared memory: of 2-byte elements only."""
+        return PRECISIONS[self.precision].element_size == 2
+
+    @property
+    def max_stages(self) -> int:
+        """Slices of the filter that are kept track of; in TF32 a 3×3 filter over 64 channels has 18."""
+        return 16 if self.staged else 18
 
     def defines(self) -> dict[str, int | str]:
         return {
@@ -104,7 +117,7 @@ class WgmmaPatchConfig:
         }
 
     def __str__(self) -> str:
-        return f"{self.pixels}×{self.FILTERS}×{self.CHANNELS}, patch of the input"
+        return f"{self.pixels}×{self.FILTERS}×{self.channels}, patch of the input"
 
 
 @dataclass(frozen=True)
@@ -242,7 +255,14 @@ WGMMA_SPLIT_K = tuple(
 WGMMA_PATCH_PIXELS = (256, 248, 232, 216, 208, 184, 128, 64)
 """Among them what wastes least of ResNet's maps of 56², 28², 14² and 7² pixels, and of smaller pieces of them."""
 
-WGMMA_PATCH = tuple(WgmmaPatchConfig(precision, n) for precision in ("fp16", "bf16") for n in WGMMA_PATCH_PIXELS)
+WGMMA_PATCH_TF32_PIXELS = (248, 232, 216, 208, 176, 128, 64)
+"""What these maps need. 176 is three rows of 56²: beside such patches a whole 3×3 filter over 64 channels has room."""
+
+WGMMA_PATCH = tuple(
+    WgmmaPatchConfig(precision, pixels)
+    for precision in ("fp16", "bf16", "tf32")
+    for pixels in (WGMMA_PATCH_TF32_PIXELS if precision == "tf32" else WGMMA_PATCH_PIXELS)
+)
 """Every form in which conv2d_wgmma_patch is compiled."""
 
 WGMMA_3XTF32 = (Wgmma3xTf32Config(128, 128, 4), Wgmma3xTf32Config(256, 64, 3), Wgmma3xTf32Config(128, 64, 6))

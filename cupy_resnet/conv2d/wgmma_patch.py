@@ -35,8 +35,8 @@ class PatchTile:
         pixel_tiles: tiles in all, for 64 filters.
         box_bytes: of a patch as it is fetched.
         patch_bytes: of its place, with the zeros behind it.
-        store_bytes: of a tile as it is stored.
-        staged_bytes: of its place.
+        store_bytes: of a tile as it is stored by way of shared memory; 0 if it is not.
+        staged_bytes: of its place; 0 if it has none.
         num_stages: slices of the filter in shared memory.
     """
 
@@ -61,7 +61,9 @@ class PatchTile:
 
     @property
     def stored_rows(self) -> int:
-        """Rows per image of the box that is stored, those of zeros included: they lie outside of the output."""
+        """Rows per image of the box that is stored, or brought to L2, those of zeros included: they lie outside of the
+        output.
+        """
         return self.rows if self.images == 1 else self.patch_rows
 
 
@@ -74,7 +76,7 @@ def patch_tile(problem: Conv2dProblem, pixels: int, shared_limit: int) -> PatchT
         pixels: columns of the product.
         shared_limit: bytes of dynamic shared memory that a block may have.
     """
-    row_bytes = configs.WgmmaPatchConfig.ROW_BYTES
+    config = configs.WgmmaPatchConfig(problem.precision, pixels)
     columns = problem.W + problem.pad_w
     whole = (problem.H - 1) * columns + problem.W
     if whole <= pixels:
@@ -91,10 +93,11 @@ def patch_tile(problem: Conv2dProblem, pixels: int, shared_limit: int) -> PatchT
     zeros = (problem.pad_h * columns if images > 1 else 0) + problem.pad_w
     box = images * patch_rows * columns
     stored = images * (rows if images == 1 else patch_rows) * columns
-    patch_bytes, staged_bytes = _aligned((box + zeros) * row_bytes), _aligned(max(stored, pixels) * row_bytes)
-    places = configs.WgmmaPatchConfig.PATCHES * patch_bytes + configs.WgmmaPatchConfig.CONSUMERS * staged_bytes
-    stage = configs.WgmmaPatchConfig.FILTERS * row_bytes
-    num_stages = min(configs.WgmmaPatchConfig.MAX_STAGES, (shared_limit - STATIC_SHARED - places) // stage)
+    patch_bytes = _aligned((box + zeros) * config.ROW_BYTES)
+    staged_bytes = _aligned(max(stored, pixels) * config.ROW_BYTES) if config.staged else 0
+    places = config.PATCHES * patch_bytes + config.CONSUMERS * staged_bytes
+    stage = config.FILTERS * config.ROW_BYTES
+    num_stages = min(config.max_stages, (shared_limit - STATIC_SHARED - places) // stage)
     if num_stages < _MIN_STAGES:
         return None
     row_tiles = blocks(problem.H, rows)
@@ -105,9 +108,9 @@ def patch_tile(problem: Conv2dProblem, pixels: int, shared_limit: int) -> PatchT
         patch_rows=patch_rows,
         row_tiles=row_tiles,
         pixel_tiles=blocks(problem.N, images) * row_tiles,
-        box_bytes=box * row_bytes,
+        box_bytes=box * config.ROW_BYTES,
         patch_bytes=patch_bytes,
-        store_bytes=stored * row_bytes,
+        store_bytes=stored * config.ROW_BYTES if config.staged else 0,
         staged_bytes=staged_bytes,
         num_stages=num_stages,
     )
@@ -117,7 +120,7 @@ class WgmmaPatch(HopperVariant):
     """conv2d_wgmma_patch: conv2d_wgmma with the input of a tile in shared memory."""
 
     name = "conv2d_wgmma_patch"
-    precisions = ("fp16", "bf16")
+    precisions = ("fp16", "bf16", "tf32")
     sources = ("conv2d_wgmma_patch",)
 
     def supports(self, problem: Conv2dProblem, device: Device) -> Support:
@@ -129,8 +132,11 @@ class WgmmaPatch(HopperVariant):
             return False, "needs stride 1 and dilation 1"
         if (2 * problem.pad_h + 1, 2 * problem.pad_w + 1) != (problem.R, problem.S):
             return False, f"needs a padding that keeps the size with a filter of {problem.R}×{problem.S}"
-        if problem.C % configs.WgmmaPatchConfig.CHANNELS or problem.K % 8:
-            return False, f"needs C a multiple of 64 and K of 8, not {problem.C} and {problem.K}"
+        size = problem.arithmetic.element_size
+        if problem.C % (128 // size) or problem.K % (16 // size):
+            return False, (
+                f"needs C a multiple of {128 // size} and K of {16 // size}, not {problem.C} and {problem.K}"
+            )
         if not self.candidates(problem, device):
             return (
                 False,
@@ -157,15 +163,17 @@ class WgmmaPatch(HopperVariant):
         assert tile is not None, "not one of the candidates"
         patch = (tile.columns, tile.patch_rows, tile.images)
         stored = (tile.columns, tile.stored_rows, tile.images)
-        residuals = tensor_maps.NONE
+        residuals = outputs = tensor_maps.NONE
         if operands.residual is not None:
             residuals = tensor_maps.tensor_map(problem, operands.residual, stored)
+        if config.staged:
+            outputs = tensor_maps.tensor_map(problem, operands.y, stored)
         arguments = (
             tensor_maps.tensor_map(problem, operands.x, patch),
             tensor_maps.matrix_map(problem, operands.filter.weight, problem.gemm_k, config.FILTERS),
             residuals,
-            tensor_maps.tensor_map(problem, operands.y, stored),
-            *operands.tail()[:2],
+            outputs,
+            *operands.tail(),
             np.array(astuple(tile), np.int32).view(f"V{4 * len(astuple(tile))}"),
             conv2d_params(problem, operands.relu),
         )

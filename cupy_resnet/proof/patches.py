@@ -92,7 +92,7 @@ def patch_of(config: Any, problem: Conv2dProblem) -> Patch | None:
     tile = patch_tile(problem, config.pixels, H100.shared_memory_per_block)
     if tile is None:
         raise ValueError(f"{config} has no tile for {problem}")
-    slices = problem.R * problem.S * blocks(problem.C, config.CHANNELS)
+    slices = problem.R * problem.S * blocks(problem.C, config.channels)
     return Patch(
         rows=tile.images * tile.patch_rows + (problem.pad_h if tile.images > 1 else 0),
         columns=tile.columns,

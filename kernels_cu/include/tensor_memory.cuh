@@ -77,6 +77,11 @@ __device__ __forceinline__ void fetch_bytes(unsigned destination, const void* so
 __device__ __forceinline__ void prefetch_box(const TensorMap& map, int column, int row) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row) : "memory");
 }
+// The same for an NHWC tensor.
+__device__ __forceinline__ void prefetch_box(const TensorMap& map, int c, int w, int h, int n) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(c), "r"(w), "r"(h),
+                 "r"(n) : "memory");
+}
 // Begins to store a box of a matrix; what lies outside is left out. `written_for_storing` must have been called by whoever
 // wrote the source.
 __device__ __forceinline__ void store_box(const TensorMap& map, unsigned source, int column, int row) {

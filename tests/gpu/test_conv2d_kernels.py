@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, assume, given, settings
 
 from cupy_resnet import environment
 from cupy_resnet.conv2d import H100, PRECISIONS, VARIANTS, Conv2dProblem
+from cupy_resnet.conv2d.configs import WGMMA_PATCH
 from cupy_resnet.conv2d.heuristics import fastest
 from cupy_resnet.conv2d.variants import Filter, Operands
+from cupy_resnet.conv2d.wgmma_patch import patch_tile
 from gpu.reference import EXACT_UP_TO, PAIRS, IntegerCase, conv2d_float64, integer_case, loaded, stored
 
 pytestmark = pytest.mark.gpu
@@ -109,7 +111,8 @@ def in_reach(variant: str, problem: Conv2dProblem) -> Conv2dProblem:
     sizes = {"stride_h": 1, "stride_w": 1, "dilation_h": 1, "dilation_w": 1, "groups": 1}
     if variant == "conv2d_wgmma_patch":
         R, S = problem.R | 1, problem.S | 1
-        sizes |= {"C": (problem.C + 63) // 64 * 64, "K": (problem.K + 7) // 8 * 8}
+        size = problem.arithmetic.element_size
+        sizes |= {"C": -(-problem.C * size // 128) * 128 // size, "K": -(-problem.K * size // 16) * 16 // size}
         sizes |= {"R": R, "S": S, "pad_h": R // 2, "pad_w": S // 2}
     if variant == "conv2d_mma_patch":
         sizes |= {"C": (problem.C + 7) // 8 * 8, "K": (problem.K + 7) // 8 * 8}
@@ -165,6 +168,44 @@ def test_the_output_may_take_the_residuals_memory(variant: str, precision: str, 
         operands = Operands(on_device.x.array, on_device.filter, on_device.bias.array, y, y, True)
         VARIANTS[variant].launch(problem, operands, config)
         assert bool((loaded(y) == expected).all()), config
+
+
+@pytest.mark.parametrize("precision", VARIANTS["conv2d_wgmma_patch"].precisions)
+def test_every_form_of_a_patch_on_resnets_maps(precision: str, guarded: Any) -> None:
+    """Those that a narrower one of the same tile makes superfluous as well: tiles, images and filters in part empty."""
+    forms = {config for config in WGMMA_PATCH if config.precision == precision}
+    failures, launched = [], set()
+    for size, C in ((56, 64), (28, 128), (14, 256), (7, 512)):
+        for R in (1, 3):
+            shape = Conv2dProblem(N=5, H=size, W=size, C=C, K=64, R=R, S=R, pad_h=R // 2, pad_w=R // 2)
+            problem = replace(shape, K=64 + 16 // PRECISIONS[precision].element_size, precision=precision)
+            case = integer_case(problem, EXACT_UP_TO[precision], seed=size)
+            on_device = OnDevice(guarded, problem, case)
+            for config in sorted(forms, key=lambda config: config.pixels):
+                if patch_tile(problem, config.pixels, H100.shared_memory_per_block) is None:
+                    continue
+                launched.add(config)
+                for epilogue in EPILOGUES[::7]:  # none of it, and all
+                    given = dict(zip(("bias", "residual", "relu"), epilogue, strict=True))
+                    failures += on_device.failures("conv2d_wgmma_patch", config, case.expected(**given), **given)
+    assert not failures, "\n".join(failures)
+    assert launched == forms
+
+
+def test_tf32_rounds_neither_the_residual_nor_the_output(guarded: Any) -> None:
+    """Of a patch, whose operands the accelerator rounds: sums, biases and residuals of 24 bits."""
+    import cupy
+
+    problem = Conv2dProblem(N=3, H=14, W=14, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, precision="tf32")
+    case = integer_case(problem, 2**12)
+    large = cupy.arange(case.residual.size, dtype=cupy.float32).reshape(case.residual.shape) + np.float32(2**23 + 1)
+    case = replace(case, residual=large, bias=case.bias + np.float32(2**13))
+    on_device = OnDevice(guarded, problem, case)
+    epilogue = {"bias": True, "residual": True, "relu": True}
+    failures = []
+    for config in VARIANTS["conv2d_wgmma_patch"].candidates(problem, H100):
+        failures += on_device.failures("conv2d_wgmma_patch", config, case.expected(**epilogue), **epilogue)
+    assert not failures, "\n".join(failures)
 
 
 @drawn

@@ -1,0 +1,124 @@
+"""What conv2d_wgmma_patch computes in TF32: its own text, run on the host in many orders (`wgmma_patch_run_host`)."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from helpers import ConvCase, torch_conv2d
+from wgmma_host import COMPILER, Program, build, wrong_programs
+from wgmma_patch_run_host import host_source, run
+
+from cupy_resnet.conv2d import H100, Conv2dProblem
+from cupy_resnet.conv2d.configs import WGMMA_PATCH_TF32_PIXELS, WgmmaPatchConfig
+from cupy_resnet.conv2d.wgmma_patch import patch_tile
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+PLAIN = Conv2dProblem(N=3, H=9, W=6, C=64, K=72, R=3, S=3, pad_h=1, pad_w=1, precision="tf32")
+SHAPES = {
+    "3×3": PLAIN,
+    "one slice, few filters": replace(PLAIN, C=32, K=4, N=5),
+    "1×1": replace(PLAIN, R=1, S=1, pad_h=0, pad_w=0, K=132, N=5),
+    "5×3, a last tile of fewer rows": replace(PLAIN, H=13, W=12, R=5, pad_h=2, C=32, K=64, N=2),
+    "whole images": replace(PLAIN, H=3, W=4, C=32, K=68, N=7),
+    "one pixel": replace(PLAIN, N=1, H=1, W=1),
+    "many slices": replace(PLAIN, C=160, K=8, N=2),
+}
+FORMS = {f"{pixels}": WgmmaPatchConfig("tf32", pixels).defines() for pixels in WGMMA_PATCH_TF32_PIXELS}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
+    """Compiles a form when it is first asked for: each of several processes has only some."""
+    assert COMPILER is not None
+    compiler, folder = COMPILER, tmp_path_factory.mktemp("host")
+    return cache(lambda name: build(compiler, folder, host_source().text(), name, FORMS[name]))
+
+
+def drawn(problem: Conv2dProblem, seed: int) -> dict[str, np.ndarray]:
+    """Integers: residuals with more digits than TF32 has, which must not be rounded."""
+    generator = np.random.default_rng(seed)
+    return {
+        "x": generator.integers(-9, 10, problem.input_shape).astype(np.float32),
+        "weight": generator.integers(-9, 10, problem.filter_shape).astype(np.float32),
+        "bias": generator.integers(-(2**20), 2**20, problem.K).astype(np.float32),
+        "residual": generator.integers(-(2**22), 2**22, problem.output_shape).astype(np.float32),
+    }
+
+
+def is_right(program: Program, problem: Conv2dProblem, pixels: int, seed: int) -> bool:
+    draw = random.Random(seed)
+    arrays = drawn(problem, seed)
+    bias, in_place, relu = draw.random() < 0.7, draw.random() < 0.4, draw.random() < 0.5
+    residual = in_place or draw.random() < 0.5
+    given = {**arrays, "bias": arrays["bias"] if bias else None, "residual": arrays["residual"] if residual else None}
+    expected = torch_conv2d(given, ConvCase(problem, relu=relu).arguments)
+    epilogue = {"bias": bias, "residual": residual, "in_place": in_place, "relu": relu}
+    tile = patch_tile(problem, pixels, H100.shared_memory_per_block)
+    assert tile is not None
+    tile = replace(tile, num_stages=draw.choice([3, 5, tile.num_stages]))
+    y = run(program, problem, tile, arrays, seed=seed, grid=draw.choice([1, 2]), **epilogue)
+    return not isinstance(y, str) and np.array_equal(y, expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_exact_on_integers(program: Callable[[str], Program], shape: str, form: str) -> None:
+    assert is_right(program(form), SHAPES[shape], int(form), seed=list(SHAPES).index(shape) + list(FORMS).index(form))
+
+
+MISTAKES = {
+    "the zeros behind a patch are not written": (
+        "store_chunk(shared + patch * shape.patch_bytes + i, Chunk{});",
+        ";",
+    ),
+    "a slice is that of 2-byte elements": (
+        "SLICE_CHANNELS = ROW_BYTES / static_cast<int>(sizeof(ELEMENT))",
+        "SLICE_CHANNELS = 64",
+    ),
+    "a tap begins in the row before": (
+        "(r * shape.columns + s) * (ROW_BYTES / 16)",
+        "(r * shape.columns) * (ROW_BYTES / 16)",
+    ),
+    "zeros between rows are stored": ("if (q >= params.Q || p >=", "if (p >="),
+    "zeros between images are stored": ("|| p >= shape.rows ||", "||"),
+    "images that the tile does not have are stored": (
+        "images = min(shape.images, params.N - tile.n), rows",
+        "images = shape.images, rows",
+    ),
+    "rows behind the last are stored": ("rows = min(shape.rows, params.P - tile.p);", "rows = shape.rows;"),
+    "images follow each other with their zeros": (
+        "(image * params.P + p) * params.Q + q)",
+        "(image * shape.patch_rows + p) * params.Q + q)",
+    ),
+    "filters behind the last are stored": ("pixels = k < params.K ?", "pixels = true ?"),
+    "filters are not traded": ("transpose_filters(&sums[(j + i) * 4]);", ";"),
+    "only neighbours trade": ("for (int bit = 1; bit <= 2; bit *= 2)", "for (int bit = 1; bit <= 1; bit *= 2)"),
+    "pixels are those of the lane before": ("lane % 4 * 2 + lane / 4 % 2;", "lane % 4 * 2 + lane / 8 % 2;"),
+    "filters are those of a staged tile": ("STAGED ? lane / 4 : ", "true ? lane / 4 : "),
+    "biases are those of a staged tile": ("i * (STAGED ? 8 : 1)", "i * 8"),
+    "a block's residual is its neighbour's": (
+        "float4 shortcut = shortcuts[i];",
+        "float4 shortcut = shortcuts[i ^ (i < 8)];",
+    ),
+    "negative sums stay": ("params.relu ? 0.0f :", "false ? 0.0f :"),
+    "residuals are brought to L2 for the first 32 filters only": (
+        "residuals && k < FILTERS;",
+        "residuals && k < FILTERS / 2;",
+    ),
+    "nobody waits for a product": ("warpgroup_wait<0>();", ""),
+}
+
+
+wrong = wrong_programs(host_source, MISTAKES, lambda _: FORMS["64"])
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(wrong: Callable[[str], Program], mistake: str) -> None:
+    """So that what is found right means something."""
+    program = wrong(mistake)
+    assert is_right(program.without_mistake, PLAIN, 64, seed=0)
+    assert not all(is_right(program, problem, 64, seed) for problem in SHAPES.values() for seed in range(4))
