@@ -54,8 +54,9 @@ constexpr int TILE_PITCH = FILTERS * 2 + 16, TILE_BYTES = POOLED * TILE_PITCH;  
 // Pairs on their way from x, a run of bytes for each channel of a row, wherever among 16 it begins, or one run as long.
 constexpr int INPUT_BYTES = sizeof(INPUT), STAGES = 4, RUN_BYTES = ((2 * PIXELS + 6) * INPUT_BYTES + 15) / 16 * 16 + 16;
 constexpr int STAGE_ROW_BYTES = CHANNELS * RUN_BYTES, STAGE_BYTES = 2 * STAGE_ROW_BYTES;
-constexpr int SHARED_BYTES = PAIRS * PAIR_BYTES + 2 * TILE_BYTES + STAGES * STAGE_BYTES;
+constexpr int STAGES_OFFSET = PAIRS * PAIR_BYTES + 2 * TILE_BYTES, SHARED_BYTES = STAGES_OFFSET + STAGES * STAGE_BYTES;
 constexpr bool BYTES = INPUT_BYTES == 1;  // each of their values is converted once
+using Entry = unsigned short;             // to an element's bits in a table
 constexpr int TABLE = BYTES ? 256 * CHANNELS : 1;
 static_assert(MIN_BLOCKS * (SHARED_BYTES + 2 * TABLE + 2048) <= 228 * 1024, "room for all, and what the system reserves");
 static_assert(PIXELS % 16 == 0 && PIXELS + 3 <= WARPGROUP, "two blocks of columns are pooled at once; a cell per thread");
@@ -68,111 +69,11 @@ struct Barriers {
 // Among the threads of one role: 1 of producers, 2 of consumers.
 __device__ __forceinline__ void role_sync(int role) { asm volatile("bar.sync %0, %1;" ::"r"(role), "n"(WARPGROUP) : "memory"); }
 
-// How the pooled map is cut into units.
-struct Units {
-    unsigned tiles, stripes, count;  // per row, per image, in all
-    int stripe_rows;
-
-    __device__ __forceinline__ Units(const StemParams& params, int stripe_rows) : stripe_rows(stripe_rows) {
-        tiles = params.PQ <= POOLED ? 1 : (params.PQ - 1 + POOLED - 2) / (POOLED - 1);
-        stripes = (params.PP + stripe_rows - 1) / stripe_rows;
-        count = params.N * stripes * tiles;  // below 2^31: a step further does not wrap
-    }
-};
-
-// What a unit computes of the convolution.
-struct Unit {
-    int n, column, first, last;  // image, first column of the tile, first and last row
-
-    // The first column is even. Tiles overlap by two: the first pooled column of all but the first tile is left out.
-    __device__ __forceinline__ Unit(unsigned number, const Units& units, const StemParams& params) {
-        column = static_cast<int>(number % units.tiles) * (PIXELS - 2);
-        const int row = static_cast<int>(number / units.tiles % units.stripes) * units.stripe_rows;
-        first = max(2 * row - 1, 0);
-        last = min(2 * (row + units.stripe_rows) - 1, params.P - 1);
-        n = static_cast<int>(number / units.tiles / units.stripes);
-    }
-    __device__ __forceinline__ int pairs() const { return last - first + PAIRS_READ; }
-};
-
-// The pairs of input rows that a block brings, through all its units.
-struct Pairs {
-    const Units& units;
-    const StemParams& params;
-    unsigned number = blockIdx.x;            // the next unit
-    int n = 0, column = 0, h = 0, left = 0;  // image, first column of the tile, first row; pairs left of the unit
-
-    __device__ __forceinline__ Pairs(const Units& units, const StemParams& params) : units(units), params(params) {}
-
-    __device__ __forceinline__ bool next() {
-        h += 2;
-        if (left == 0) {
-            if (number >= units.count) return false;
-            const Unit unit(number, units, params);
-            number += gridDim.x;
-            n = unit.n, column = unit.column, h = 2 * unit.first - 3, left = unit.pairs();
-        }
-        --left;
-        return true;
-    }
-};
-
+#include "stem_units.cuh"
+#include "stem_pixels.cuh"
 #include "stem_cells.cuh"
 #include "stem_pool.cuh"
-
-// Brings the input rows of all units of the block, in order.
-template <Source FROM>
-__device__ __forceinline__ void produce(const INPUT* x, const float* mean, const float* std, unsigned char* shared,
-                                        unsigned short* table, Barriers& barriers, const Units& units,
-                                        const StemParams& params) {
-    unsigned char* const stages = shared + PAIRS * PAIR_BYTES + 2 * TILE_BYTES;
-    const int thread = static_cast<int>(threadIdx.x);
-    const bool asks = FROM != STRIDED && thread == 0;
-    Pairs pairs(units, params), asked(units, params);
-    const auto ask_next = [&](unsigned stage) {
-        if (!asked.next()) return;
-        ask<FROM>(x, shared_address(stages + stage * STAGE_BYTES), shared_address(&barriers.staged[stage]), asked, params);
-    };
-    if (asks) {
-#pragma unroll 1
-        for (int stage = 0; stage < STAGES - 1; ++stage) ask_next(stage);
-    }
-    const bool normalize = mean && !BYTES;  // bytes when the table is made
-    Conversion conversion = {{}, {}, table};
-#pragma unroll
-    for (int c = 0; c < CHANNELS && normalize; ++c) conversion.means[c] = mean[c], conversion.stds[c] = std[c];
-    if constexpr (BYTES) {
-        for (int i = thread; i < TABLE; i += WARPGROUP) {
-            const float value = normalized(static_cast<unsigned char>(i % 256), mean, std, i / 256);
-            table[i] = static_cast<unsigned short>(pack_pair(value, 0, ELEMENT{}));
-        }
-        role_sync(1);
-    }
-    for (unsigned number = 0; pairs.next(); ++number) {
-        const unsigned place = number % PAIRS, before = number - 1;
-        if constexpr (FROM != STRIDED) {
-            if (asks) {
-                // The stage that comes next is free when all warps have stored what it held.
-                if (number > 0) barrier_wait(shared_address(&barriers.full[before % PAIRS]), before / PAIRS & 1);
-                ask_next((number + STAGES - 1) % STAGES);
-            }
-            __syncwarp();
-            barrier_wait(shared_address(&barriers.staged[number % STAGES]), number / STAGES & 1);
-        }
-        Cells cells;
-        const bool works = thread < PIXELS + 3;
-        if (works) load_cells<FROM>(cells, x, stages + number % STAGES * STAGE_BYTES, pairs, params);
-        // The phase before the first counts as complete: all places are free.
-        barrier_wait(shared_address(&barriers.empty[place]), ~(number / PAIRS) & 1);
-        if (works) {
-            unsigned char* const pair = shared + place * PAIR_BYTES;
-            normalize ? store_cells<true>(pair, cells, conversion) : store_cells<false>(pair, cells, conversion);
-        }
-        written_for_storing();  // the tensor cores read as the accelerator does
-        __syncwarp();
-        if (thread % 32 == 0) barrier_arrive(shared_address(&barriers.full[place]));
-    }
-}
+#include "stem_producer.cuh"
 
 // This thread's words of 64 filters, as the instruction takes them.
 __device__ __forceinline__ void load_filters(unsigned long long (&filters)[STEPS][2], const ELEMENT* filter) {
@@ -315,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                       const float* std, ELEMENT* y, const StemParams params, const int stripe_rows) {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ Barriers barriers;
-    __shared__ unsigned short table[TABLE];
+    __shared__ Entry table[TABLE];
     if (threadIdx.x == 0) {
         for (int i = 0; i < PAIRS; ++i) {
             barrier_init(shared_address(&barriers.full[i]), WARPS);

@@ -98,6 +98,7 @@ ARROWS = {
     "conv2d.wgmma_3xtf32": {"jit"},
     "conv2d.stem": {"jit"},
     "conv2d.stem_wgmma": {"jit"},
+    "conv2d.stem_wgmma_tf32": {"jit"},
     "conv2d.pieces": {"errors"},
     "conv2d.shortcut_choice": {"errors"},
     "conv2d.heuristics": {"_names", "errors"},

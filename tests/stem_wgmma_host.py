@@ -1,4 +1,6 @@
-"""conv2d_stem_wgmma.cu as a library of the host: its own text; C++ plays threads, barriers, shuffles and tensor cores.
+"""A stem on Hopper as a library of the host: its own text; C++ plays threads, barriers, shuffles and tensor cores.
+
+This is conv2d_stem_wgmma.cu or conv2d_stem_wgmma_tf32.cu.
 
 A block runs with all its threads, in turns at random. Instructions on warps and warpgroups exchange their operands as
 the PTX ISA tells. Products are computed as soon as they are asked for, so that an operand that is not there yet gives a
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from stem_wgmma_machine import HOST, MAIN
 from wgmma_host import Defines, HostSource, Program
 
@@ -22,24 +25,28 @@ from cupy_resnet.conv2d.stem_wgmma import FILTERS
 from cupy_resnet.jit.sources import find_kernel
 
 PTX = {
+    "max.NaN.f32": "result = larger(a, b);",
     "stmatrix": "store_matrices(address, words);",
     "bar.sync": "warpgroup_sync();",
     "setmaxnreg": ";",
     '""': ";",
 }
-"""What an instruction of the kernel's own file becomes."""
+"""What an instruction of a kernel's own files becomes."""
+
+PLAYED = ("dependent_launch.cuh", "element.cuh", "tensor_core.cuh", "tensor_memory.cuh")
+"""Files whose functions C++ plays."""
 
 
-def host_source() -> HostSource:
+def host_source(kernel: str = "conv2d_stem_wgmma") -> HostSource:
     """The library's text."""
-    path = find_kernel("conv2d_stem_wgmma").path
+    path = find_kernel(kernel).path
 
     def included(found: re.Match[str]) -> str:
         text = (path.parent / "include" / found[1]).read_text("utf-8")
         if found[1] == "warpgroup.cuh":
             (text,) = re.findall(r"[^\n]*plain_operand\(.*?\n\}\n", text, re.DOTALL)
             return str(text)
-        if found[1] not in ("normalize.cuh", "stem_params.cuh", "stem_cells.cuh", "stem_pool.cuh"):
+        if found[1] in PLAYED:
             return ""
         return re.sub(r"#include .*|#pragma once", "", text)
 
@@ -47,9 +54,9 @@ def host_source() -> HostSource:
         return next(code for name, code in PTX.items() if name in statement[0])
 
     text = re.sub(r'#include "(.+?)"', included, path.read_text(encoding="utf-8"))
-    text = re.sub(r"asm volatile\(.*?\);", replaced, text, flags=re.DOTALL)
+    text = re.sub(r"asm(?: volatile)?\(.*?\);", replaced, text, flags=re.DOTALL)
     text = re.sub(r"extern __shared__.*;", "", text).replace("__shared__", "static")
-    return HostSource(HOST, text, "conv2d_stem_wgmma", MAIN)
+    return HostSource(HOST, text, kernel, MAIN)
 
 
 def build(compiler: str, folder: Path, text: str, name: str, defines: Defines) -> Program:
@@ -70,7 +77,7 @@ def build(compiler: str, folder: Path, text: str, name: str, defines: Defines) -
 
 @dataclass
 class Result:
-    """(N, PP, PQ, K) outputs as bits, how often each 16 bytes were written, and what went wrong, if anything.
+    """(N, PP, PQ, K) outputs as bits, how often each 8 bytes were written, and what went wrong, if anything.
 
     Args:
         fetched: bytes that the accelerator has brought.
@@ -98,7 +105,7 @@ def run(
     Args:
         library: from `build`.
         x: (N, H, W, C) pixels of any strides.
-        cells: (K, 7, 8, 4) filter, as bits.
+        cells: the filter as the kernel wants it, as bits of 2 bytes, or float32.
         bias: (K,) float32.
         stripe_rows: pooled rows of a unit.
         grid: blocks per 64 filters.
@@ -110,8 +117,9 @@ def run(
     run_block.restype = ctypes.c_char_p
     K = len(bias)
     params = stem_params(x.shape, tuple(stride // x.itemsize for stride in x.strides), K)
-    y = np.full(pooled_shape(x.shape, K), 0xFFFF, np.uint16)
-    writes = np.zeros(y.size // 8, np.uint8)
+    size = cells.itemsize
+    y = np.full(pooled_shape(x.shape, K), 2 ** (8 * size) - 1, f"u{size}")
+    writes = np.zeros(y.nbytes // 8, np.uint8)
     mean, std = (
         (None, None) if normalization is None else (array.ctypes.data_as(ctypes.c_void_p) for array in normalization)
     )
@@ -130,3 +138,15 @@ def run(
             if error is not None:
                 return Result(y, writes.reshape(*y.shape[:3], -1), error.decode(), host.count_bytes_fetched())
     return Result(y, writes.reshape(*y.shape[:3], -1), None, host.count_bytes_fetched())
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """−1, 0 and 1, as float32."""
+    return np.random.default_rng(seed).integers(-1, 2, shape).astype(np.float32)
+
+
+def expected(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """The pooled map by torch, for (N, H, W, C) values; the padding is multiplied too."""
+    pixels, filters = (torch.tensor(np.ascontiguousarray(a)).permute(0, 3, 1, 2) for a in (x, weight))
+    y = torch.nn.functional.conv2d(torch.nn.functional.pad(pixels, (3, 3, 3, 3)), filters, torch.tensor(bias), 2)
+    return torch.nn.functional.max_pool2d(torch.relu(y), 3, 2, 1).permute(0, 2, 3, 1).numpy()

@@ -1,4 +1,4 @@
-"""The C++ around conv2d_stem_wgmma's text that plays the GPU (see `stem_wgmma_host`): before it, and after it."""
+"""The C++ around the text of a stem on Hopper that plays the GPU (see `stem_wgmma_host`): before it, and after it."""
 
 HOST = r"""
 #include <cmath>
@@ -18,6 +18,7 @@ HOST = r"""
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define WARPGROUP_MMA_FROM_REGISTERS(...)
+#define WARPGROUP_MMA_TF32_FROM_REGISTERS(...)
 #pragma GCC diagnostic ignored "-Wunknown-pragmas"
 
 struct Index { unsigned x, y; } threadIdx, blockIdx, gridDim;
@@ -27,7 +28,10 @@ using std::max, std::min;
 struct Half { unsigned short bits; };
 struct BFloat16 { unsigned short bits; };
 struct alignas(16) Chunk { unsigned words[4]; };
+struct float2 { float x, y; };
+float2 make_float2(float x, float y) { return {x, y}; }
 float __uint_as_float(unsigned bits) { float v; memcpy(&v, &bits, 4); return v; }
+unsigned __float_as_uint(float v) { unsigned bits; memcpy(&bits, &v, 4); return bits; }
 float __int_as_float(int bits) { return __uint_as_float(bits); }
 float __fdiv_rn(float a, float b) { return a / b; }
 float __fsub_rn(float a, float b) { return a - b; }
@@ -42,6 +46,14 @@ unsigned bfloat16_bits(float v) {
 }
 unsigned pack_pair(float low, float high, Half) { return half_bits(low) | half_bits(high) << 16; }
 unsigned pack_pair(float low, float high, BFloat16) { return bfloat16_bits(low) | bfloat16_bits(high) << 16; }
+unsigned round_to_tf32(unsigned bits) {
+    const bool finite = (bits & 0x7f800000) != 0x7f800000;
+    return finite ? bits + 0x1000 & 0xffffe000 : bits & 0x7fffff ? 0x7fffffff : bits;
+}
+template <int WORDS>
+void round_to_tf32(unsigned (&words)[WORDS]) {
+    for (unsigned& word : words) word = round_to_tf32(word);
+}
 float larger(float a, float b) { return a > b || a != a ? a : b; }
 template <typename Element>
 unsigned larger_word(unsigned a, unsigned b, Element e) {
@@ -57,7 +69,9 @@ unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 
 // Threads.
 struct Thread { ucontext_t context; bool ended; };
-Thread threads[256];
+constexpr int MOST_THREADS = 384;
+Thread threads[MOST_THREADS];
+int block_threads;
 ucontext_t scheduler;
 int current;
 bool progress;
@@ -77,15 +91,17 @@ struct Meeting {
         wait_until([&] { return generation != before; });
     }
 };
-Meeting of_block, of_warpgroup[2], of_warp[8];
-void __syncthreads() { of_block.join(256); }
+Meeting of_block, of_warpgroup[MOST_THREADS / 128], of_warp[MOST_THREADS / 32];
+void __syncthreads() { of_block.join(block_threads); }
 void __syncwarp() { of_warp[threadIdx.x / 32].join(32); }
 void warpgroup_sync() { of_warpgroup[threadIdx.x / 128].join(128); }
-unsigned offered[256], addresses[256];
-unsigned __shfl_sync(unsigned, unsigned value, int lane) {
-    offered[threadIdx.x] = value;
+unsigned offered[MOST_THREADS], addresses[MOST_THREADS];
+template <typename Word>
+Word __shfl_sync(unsigned, Word value, int lane) {
+    Word result;
+    memcpy(&offered[threadIdx.x], &value, 4);
     __syncwarp();
-    const unsigned result = offered[threadIdx.x / 32 * 32 + lane];
+    memcpy(&result, &offered[threadIdx.x / 32 * 32 + lane], 4);
     __syncwarp();
     return result;
 }
@@ -108,7 +124,7 @@ unsigned shared_address(const void* pointer) {
 }
 void barrier_init(unsigned address, int count) { barriers_at[address] = {count, count, 0, 0}; }
 void barrier_init_done() {}
-bool unfenced[256];  // threads that have stored since their last fence
+bool unfenced[MOST_THREADS];  // threads that have stored since their last fence
 void written_for_storing() { unfenced[threadIdx.x] = false; }
 void barrier_arrive(unsigned address) {
     for (unsigned lane = 0; lane < 32; ++lane) {
@@ -126,7 +142,7 @@ void barrier_wait(unsigned address, int parity) {
     wait_until([&] { return barriers_at.at(address).phase % 2 != parity; });
 }
 void let_next_kernel_start() {}
-bool may_touch[256];
+bool may_touch[MOST_THREADS];
 void wait_for_earlier_kernels() { may_touch[threadIdx.x] = true; }
 
 // The accelerator: brings 16 bytes at a time, of any that it has been asked for.
@@ -154,20 +170,26 @@ void go_on_fetching() {
 
 unsigned char* y_begin;
 unsigned char* y_end;
-unsigned char* writes;  // of each 16 bytes of y
-Chunk load_chunk(const void* source) { Chunk chunk; memcpy(&chunk, source, 16); return chunk; }
-void store_chunk(void* place, const Chunk& chunk) {
+unsigned char* writes;  // of each 8 bytes of y
+void store(void* place, const void* source, int bytes) {
     const auto byte = static_cast<unsigned char*>(place);
     if (byte < shared || byte >= shared + sizeof shared) {
-        if (byte < y_begin || byte + 16 > y_end) failure = "a store outside of y";
+        if (byte < y_begin || byte + bytes > y_end) failure = "a store outside of y";
         if (!may_touch[threadIdx.x]) failure = "a store before earlier kernels have ended";
         if (failure) return;
-        ++writes[(byte - y_begin) / 16];
+        for (int i = 0; i < bytes; i += 8) ++writes[(byte - y_begin + i) / 8];
     } else {
         unfenced[threadIdx.x] = true;
     }
-    if (reinterpret_cast<size_t>(place) % 16) failure = "a store that is not aligned";
-    memcpy(place, &chunk, 16);
+    if (reinterpret_cast<size_t>(place) % bytes) failure = "a store that is not aligned";
+    memcpy(place, source, bytes);
+}
+Chunk load_chunk(const void* source) { Chunk chunk; memcpy(&chunk, source, 16); return chunk; }
+void store_chunk(void* place, const Chunk& chunk) { store(place, &chunk, 16); }
+template <typename Element>
+void store_pair(void* place, float low, float high) {
+    const float2 pair = {low, high};
+    store(place, &pair, 8);
 }
 template <int COUNT>
 void store_matrices(unsigned address, const unsigned (&words)[COUNT]) {
@@ -186,10 +208,10 @@ void store_matrices(unsigned address, const unsigned (&words)[COUNT]) {
 }
 
 // Tensor cores.
-struct Product { unsigned a[4]; unsigned long long b; bool accumulate; float* sums; };
-std::vector<Product> asked[256];
-bool committed[256];
-unsigned groups[256];  // of products, counted from a random number; every second one is computed at once
+struct Product { unsigned a[4]; unsigned long long b; bool accumulate; float* sums; int columns; };
+std::vector<Product> asked[MOST_THREADS];
+bool committed[MOST_THREADS];
+unsigned groups[MOST_THREADS];  // of products, counted from a random number; every second one is computed at once
 void warpgroup_fence() {}
 void compute_products();
 void warpgroup_commit() {
@@ -199,31 +221,47 @@ void warpgroup_commit() {
 template <typename Element, int N>
 void warpgroup_mma(float (&sums)[N / 2], const unsigned long long (&a)[2], unsigned long long b, bool accumulate) {
     const unsigned words[] = {unsigned(a[0]), unsigned(a[0] >> 32), unsigned(a[1]), unsigned(a[1] >> 32)};
-    asked[threadIdx.x].push_back({{words[0], words[1], words[2], words[3]}, b, accumulate, sums});
+    asked[threadIdx.x].push_back({{words[0], words[1], words[2], words[3]}, b, accumulate, sums, N});
     for (float& sum : sums) if (!accumulate) sum = NAN;
 }
-template <typename Element, int N>
+template <int COUNT>
+void warpgroup_results(float (&)[COUNT]) {}
+template <int COUNT>
+void warpgroup_operands(unsigned long long (&)[COUNT][2]) {}
+template <typename Element>
+float element_at(const void* place) {
+    if constexpr (sizeof(Element) == 4) {
+        unsigned bits;
+        memcpy(&bits, place, 4);
+        return __uint_as_float(bits & 0xffffe000);  // the rest is cut off
+    } else {
+        Element element;
+        memcpy(&element, place, 2);
+        return to_float(element);
+    }
+}
+template <typename Element>
 void compute(unsigned which) {
+    constexpr int SIZE = sizeof(Element), PER_WORD = 4 / SIZE, PER_CHUNK = 16 / SIZE, DEPTH = 2 * PER_CHUNK;
     const int thread = threadIdx.x, t = thread % 4;
     const Product& product = asked[thread][which];
-    const auto value = [](unsigned word, int half) { return to_float(Element{(unsigned short)(word >> 16 * half)}); };
-    float rows[2][16];
+    float rows[2][DEPTH];
     for (int i = 0; i < 2; ++i) {
-        for (int k = 0; k < 16; ++k) {
-            rows[i][k] = value(asked[thread - t + k % 8 / 2][which].a[k / 8 * 2 + i], k % 2);
+        for (int k = 0; k < DEPTH; ++k) {
+            const Product& held = asked[thread - t + k % PER_CHUNK / PER_WORD][which];
+            const unsigned word = held.a[k / PER_CHUNK * 2 + i] >> k % PER_WORD * 16;
+            rows[i][k] = element_at<Element>(&word);
         }
     }
     const unsigned start = (product.b & 0x3fff) * 16, leading = (product.b >> 16 & 0x3fff) * 16;
     const unsigned stride = (product.b >> 32 & 0x3fff) * 16;
     if (product.b >> 49) failure = "an operand of another layout";
-    for (int v = 0; v < N / 2; ++v) {
+    for (int v = 0; v < product.columns / 2; ++v) {
         const int column = v / 4 * 8 + 2 * t + v % 2;
         float sum = product.accumulate ? product.sums[v] : 0;
-        for (int k = 0; k < 16; ++k) {
-            const unsigned address = start + column / 8 * stride + k / 8 * leading + column % 8 * 16 + k % 8 * 2;
-            unsigned short bits;
-            memcpy(&bits, shared + address, 2);
-            sum += rows[v % 4 / 2][k] * to_float(Element{bits});
+        for (int k = 0; k < DEPTH; ++k) {
+            const unsigned chunk = start + column / 8 * stride + k / PER_CHUNK * leading + column % 8 * 16;
+            sum += rows[v % 4 / 2][k] * element_at<Element>(shared + chunk + k % PER_CHUNK * SIZE);
         }
         product.sums[v] = sum;
     }
@@ -239,7 +277,7 @@ void warpgroup_wait() {
 MAIN = r"""
 void compute_products() {
     warpgroup_sync();
-    for (unsigned i = 0; i < asked[threadIdx.x].size(); ++i) compute<ELEMENT, PIXELS>(i);
+    for (unsigned i = 0; i < asked[threadIdx.x].size(); ++i) compute<ELEMENT>(i);
     warpgroup_sync();
     asked[threadIdx.x].clear();
 }
@@ -262,6 +300,7 @@ extern "C" __attribute__((visibility("default"))) const char* run_block(
     kernel_number = number;
     draw.seed(seed);
     failure = nullptr;
+    block_threads = THREADS;
     gridDim.x = grid, blockIdx.x = block, blockIdx.y = group;
     y_begin = static_cast<unsigned char*>(y), y_end = y_begin + y_bytes, writes = counts;
     memset(shared, 0xff, sizeof shared);
@@ -274,8 +313,8 @@ extern "C" __attribute__((visibility("default"))) const char* run_block(
         KERNEL(static_cast<const INPUT*>(x), static_cast<const ELEMENT*>(filter), bias, mean, std,
                static_cast<ELEMENT*>(y), *params, stripe_rows);
     };
-    static std::vector<char> stacks[256];
-    for (int i = 0; i < 256; ++i) {
+    static std::vector<char> stacks[THREADS];
+    for (int i = 0; i < THREADS; ++i) {
         stacks[i].resize(1 << 16);
         asked[i].clear();
         groups[i] = seed;
@@ -285,10 +324,10 @@ extern "C" __attribute__((visibility("default"))) const char* run_block(
         threads[i].context.uc_stack.ss_size = stacks[i].size();
         makecontext(&threads[i].context, run, 0);
     }
-    const int slow = draw() % 3;  // which warpgroup, or none
-    for (int idle = 0, ended = 0; ended < 256 && !failure;) {
+    const int slow = draw() % (THREADS / 128 + 1);  // which warpgroup, or none
+    for (int idle = 0, ended = 0; ended < THREADS && !failure;) {
         for (int i = draw() % 128; i > 0 && !fetches.empty() && !failure; --i) go_on_fetching();
-        const int warp = draw() % 8;
+        const int warp = draw() % (THREADS / 32);
         if (warp / 4 == slow && draw() % 8) continue;
         progress = false;
         for (int lane = 0; lane < 32; ++lane) {
@@ -301,7 +340,7 @@ extern "C" __attribute__((visibility("default"))) const char* run_block(
         idle = progress ? 0 : idle + 1;
         if (idle == 2000) failure = "nobody can go on";
     }
-    if (!failure && barriers_at.size() != 2 * PAIRS + STAGES) failure = "barriers that are not initialised";
+    if (!failure && barriers_at.size() != sizeof(Barriers) / 8) failure = "barriers that are not initialised";
     for (const bool waits : committed) {
         if (!failure && waits) failure = "products that nobody waits for";
     }

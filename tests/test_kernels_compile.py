@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cupy_resnet import environment, jit
-from cupy_resnet.conv2d import H100, VARIANTS, stem, stem_wgmma
+from cupy_resnet.conv2d import H100, VARIANTS, stem, stem_wgmma, stem_wgmma_tf32
 from cupy_resnet.conv2d.configs import (
     BACK_TO_BACK,
     IMPLICIT_GEMM,
@@ -53,7 +53,8 @@ def form_on_h100(kernel: str, defines: dict[str, Any]) -> Form:
 
 def is_compiled_here(kernel: str, defines: dict[str, Any]) -> bool:
     """Whether the tests compile a form: all but most of the stems', which differ in how pixels are read only."""
-    return kernel not in (stem.SOURCE, stem_wgmma.SOURCE) or defines["CHANNELS"] == 3 or defines["INPUT"] == "float"
+    stems = (stem.SOURCE, stem_wgmma.SOURCE, stem_wgmma_tf32.SOURCE)
+    return kernel not in stems or defines["CHANNELS"] == 3 or defines["INPUT"] == "float"
 
 
 def describe(value: Form) -> str:
@@ -207,6 +208,23 @@ def test_two_blocks_of_the_stem_on_wgmma_fit_and_have_the_registers_that_their_w
             int(defines["PIXELS"]), str(defines["INPUT"]), int(defines["CHANNELS"])
         )
         assert (shared + SHARED_RESERVED) * 2 <= SHARED_PER_SM
+
+
+def test_a_block_of_the_stem_for_tf32_fits_and_has_the_registers_that_its_warpgroups_share(compiled) -> None:
+    text = load_program(find_kernel(stem_wgmma_tf32.SOURCE)).text
+    ((producer,), (consumer,)) = (
+        re.findall(rf"setmaxnreg\.{way}\.sync\.aligned\.u32 (\d+);", text) for way in ("dec", "inc")
+    )
+    registers = stem_wgmma_tf32.WARPGROUP * (int(producer) + stem_wgmma_tf32.CONSUMERS * int(consumer))
+    for defines in filter(
+        lambda defines: is_compiled_here(stem_wgmma_tf32.SOURCE, defines), stem_wgmma_tf32.configurations()
+    ):
+        used = compiled[form_on_h100(stem_wgmma_tf32.SOURCE, defines)].result().resources[stem_wgmma_tf32.SOURCE]
+        assert registers <= used.registers * stem_wgmma_tf32.THREADS <= REGISTERS_PER_SM
+        assert int(producer) < used.registers < int(consumer)
+        pixels = int(defines["COLUMNS"]) * stem_wgmma_tf32.CONSUMERS
+        shared = stem_wgmma_tf32.shared_memory(pixels, str(defines["INPUT"]), int(defines["CHANNELS"]))
+        assert used.shared_memory + shared <= H100.shared_memory_per_block
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""conv2d_stem_wgmma without a GPU: where it is chosen, how its work is cut, and its launch."""
+"""The stems on Hopper without a GPU: where they are chosen, how their work is cut, and their launches."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from wgmma_support import assert_constants, parameters
 
-from cupy_resnet.conv2d import H100, PRECISIONS, Device, stem, stem_choice, stem_wgmma
-from cupy_resnet.conv2d.stem_wgmma import PIXELS, Tiling, column_tiles, tiling
+from cupy_resnet.conv2d import H100, PRECISIONS, Device, stem, stem_choice, stem_wgmma, stem_wgmma_tf32
+from cupy_resnet.conv2d.stem_wgmma import COSTS, PIXELS, Costs, Tiling, column_tiles, tiling
+from cupy_resnet.conv2d.stem_wgmma_tf32 import TAPS, in_steps
 from cupy_resnet.conv2d.variants import NULL, Filter
 from cupy_resnet.explanation import explain
 from cupy_resnet.jit import launching, list_kernels
@@ -17,6 +18,7 @@ from cupy_resnet.kernels import configurations
 from cupy_resnet.networks import describe
 
 NAME = stem_wgmma.SOURCE
+TF32_NAME = stem_wgmma_tf32.SOURCE
 A100 = replace(H100, name="A100", compute_capability=(8, 0), shared_memory_per_block=163 << 10)
 B200 = replace(H100, name="B200", compute_capability=(10, 0))
 SMS = H100.sm_count
@@ -27,7 +29,8 @@ SMS = H100.sm_count
     [
         ("fp16", H100, NAME),
         ("bf16", H100, NAME),
-        ("tf32", H100, "conv2d_stem"),
+        ("tf32", H100, TF32_NAME),
+        ("tf32", A100, "conv2d_stem"),
         ("fp32-tc", H100, "conv2d_stem"),
         ("fp32", H100, None),
         ("fp16", A100, "conv2d_stem"),
@@ -47,14 +50,16 @@ def test_the_kernel_of_a_stem(precision: str, gpu: Device, kernel: str | None) -
         ((1, 224, 224, 3), 64, "conv2d_stem"),
         ((8, 224, 224, 3), 64, "conv2d_stem"),
         ((16, 224, 224, 3), 64, "conv2d_stem"),
-        ((17, 224, 224, 3), 64, NAME),
-        ((16, 224, 224, 3), 128, NAME),
+        ((17, 224, 224, 3), 64, None),
+        ((16, 224, 224, 3), 128, None),
         ((0, 224, 224, 3), 64, "conv2d_stem"),
     ],
 )
-def test_few_outputs_are_computed_by_the_other_kernel(x_shape: tuple[int, ...], K: int, kernel: str) -> None:
-    for precision in ("fp16", "bf16"):
-        assert stem_choice.choose_stem(PRECISIONS[precision], x_shape, (K, 7, 7, 3), H100) == (kernel, "")
+def test_few_outputs_are_computed_by_the_other_kernel(x_shape: tuple[int, ...], K: int, kernel: str | None) -> None:
+    """None: the kernel for Hopper, of the precision."""
+    for precision, on_hopper in (("fp16", NAME), ("bf16", NAME), ("tf32", TF32_NAME)):
+        chosen = stem_choice.choose_stem(PRECISIONS[precision], x_shape, (K, 7, 7, 3), H100)
+        assert chosen == (kernel or on_hopper, "")
 
 
 @pytest.mark.parametrize(
@@ -74,16 +79,35 @@ def test_what_it_supports(
     assert supported == (not reason, reason)
 
 
-@pytest.mark.parametrize(("gpu", "kernel"), [(H100, NAME), (A100, "conv2d_stem")])
-def test_explain_names_it(gpu: Device, kernel: str) -> None:
-    steps = explain(describe("resnet18"), (32, 3, 224, 224), engine="cuda", device=gpu, precision="fp16")
+@pytest.mark.parametrize(
+    ("precision", "x_shape", "gpu", "reason"),
+    [
+        ("fp16", (2, 224, 224, 3), H100, "computes in tf32, not in fp16"),
+        ("fp32-tc", (2, 224, 224, 3), H100, "computes in tf32, not in fp32-tc"),
+        ("tf32", (2, 224, 224, 3), A100, "needs compute capability 9.0, A100 has 8.0"),
+        ("tf32", (2**24, 999, 5, 3), H100, "has more tiles than an int counts"),
+        ("tf32", (2, 1, 1, 3), H100, ""),
+    ],
+)
+def test_what_the_one_for_tf32_supports(precision: str, x_shape: tuple[int, ...], gpu: Device, reason: str) -> None:
+    supported = stem_wgmma_tf32.supports_stem_wgmma_tf32(PRECISIONS[precision], x_shape, (64, 7, 7, 3), gpu)
+    assert supported == (not reason, reason)
+
+
+@pytest.mark.parametrize(
+    ("precision", "gpu", "kernel"),
+    [("fp16", H100, NAME), ("tf32", H100, TF32_NAME), ("fp16", A100, "conv2d_stem"), ("tf32", A100, "conv2d_stem")],
+)
+def test_explain_names_it(precision: str, gpu: Device, kernel: str) -> None:
+    steps = explain(describe("resnet18"), (32, 3, 224, 224), engine="cuda", device=gpu, precision=precision)
     assert [step.kernel for step in steps if step.record.op == "stem"] == [kernel]
 
 
-def test_every_form_is_compiled_for_nothing_but_sm_90a() -> None:
-    forms = configurations(NAME)
-    assert len({tuple(form.items()) for form in forms}) == len(forms) == 2 * 4 * 4 * len(PIXELS)
-    (kernel,) = [kernel for kernel in list_kernels() if kernel.name == NAME]
+@pytest.mark.parametrize(("name", "precisions"), [(NAME, 2), (TF32_NAME, 1)])
+def test_every_form_is_compiled_for_nothing_but_sm_90a(name: str, precisions: int) -> None:
+    forms = configurations(name)
+    assert len({tuple(form.items()) for form in forms}) == len(forms) == precisions * 4 * 4 * len(PIXELS)
+    (kernel,) = [kernel for kernel in list_kernels() if kernel.name == name]
     assert kernel.min_arch_of({}) == "sm_90a"
 
 
@@ -107,6 +131,41 @@ def test_the_launch_agrees_with_the_kernels_constants(pixels: int, element: str,
     assert shared + 2 * 256 * channels + 1024 <= H100.shared_memory_per_block
 
 
+@pytest.mark.parametrize(
+    ("pixels", "element", "channels"),
+    [(64, "float", 4), (80, "Half", 3), (112, "BFloat16", 1), (112, "unsigned char", 4)],
+)
+def test_the_launch_for_tf32_agrees_with_the_kernels_constants(pixels: int, element: str, channels: int) -> None:
+    pytest.importorskip("cupy")
+    shared = stem_wgmma_tf32.shared_memory(pixels, element, channels)
+    expected = {
+        "THREADS": stem_wgmma_tf32.THREADS,
+        "FILTERS": stem_wgmma.FILTERS,
+        "MIN_BLOCKS": stem_wgmma_tf32.COSTS.blocks_per_multiprocessor,
+        "SHARED_BYTES": shared,
+        "4 * ACCUMULATORS": pixels,
+        "PIXELS": pixels,
+        "STEPS": stem_wgmma_tf32.STEPS,
+        "sizeof(StemParams)": stem.PARAMS_DTYPE.itemsize,
+    }
+    assert_constants(TF32_NAME, stem_wgmma_tf32._defines(element, channels, pixels), expected)
+    assert shared + 4 * 256 * channels + 2048 <= H100.shared_memory_per_block
+
+
+def test_a_filter_for_tf32_has_every_tap_once_and_zeros_beside() -> None:
+    taps = [tap for tap in TAPS if tap is not None]
+    assert sorted(taps) == [(r, s) for r in range(7) for s in range(7)]
+    weight = np.arange(1, 128 * 49 * 3 + 1, dtype=np.float32).reshape(128, 7, 7, 3)
+    steps = in_steps(weight, np)
+    assert steps.shape == (2, 25, 128, 4)
+    np.testing.assert_array_equal(np.sort(steps[steps > 0]), weight.ravel())
+    # Group 1, step 2, warp 2, g = 5, t = 1: of filters 64 + 42 and 64 + 43 channel 1 of the step's taps.
+    (r, s), (r2, s2) = (0, 1), (0, 3)
+    assert TAPS[4:6] == ((r, s), (r2, s2))
+    word = [weight[106, r, s, 1], weight[107, r, s, 1], weight[106, r2, s2, 1], weight[107, r2, s2, 1]]
+    np.testing.assert_array_equal(steps[1, 2, 2 * 32 + 5 * 4 + 1], word)
+
+
 # How the pooled map is cut ------------------------------------------------------------------------------------------
 
 
@@ -124,15 +183,16 @@ def test_tiles_have_every_pooled_column_once(pixels: int) -> None:
 @pytest.mark.parametrize("size", [(1, 1), (7, 3), (56, 56), (57, 58), (75, 75), (128, 128)])
 @pytest.mark.parametrize("N", [1, 2, 8, 37, 256])
 @pytest.mark.parametrize("K", [64, 128])
-def test_a_cut_is_sensible(size: tuple[int, int], N: int, K: int) -> None:
-    cut = tiling((N, *size, K), SMS)
+@pytest.mark.parametrize("costs", [COSTS, stem_wgmma_tf32.COSTS], ids=["", "tf32"])
+def test_a_cut_is_sensible(size: tuple[int, int], N: int, K: int, costs: Costs) -> None:
+    cut = tiling((N, *size, K), SMS, costs)
     assert cut.pixels in PIXELS
     assert 1 <= cut.stripe_rows <= size[0]
     assert cut.units == N * -(-size[0] // cut.stripe_rows) * column_tiles(size[1], cut.pixels)
-    grid = stem_wgmma.launch_grid(cut, K, SMS)
+    grid = stem_wgmma.launch_grid(cut, K, SMS, costs)
     assert grid[1] == K // 64
     assert 1 <= grid[0] <= cut.units
-    assert grid[0] * grid[1] <= 2 * SMS
+    assert grid[0] * grid[1] <= costs.blocks_per_multiprocessor * SMS
 
 
 @pytest.mark.parametrize(
@@ -146,6 +206,18 @@ def test_a_cut_is_sensible(size: tuple[int, int], N: int, K: int) -> None:
 )
 def test_cuts_of_imagenets_map(N: int, cut: Tiling) -> None:
     assert tiling((N, 56, 56, 64), SMS) == cut
+
+
+@pytest.mark.parametrize(
+    ("N", "cut"),
+    [
+        (1, Tiling(64, 1, 112)),
+        (32, Tiling(112, 14, 128)),  # a block for each multiprocessor
+        (256, Tiling(112, 56, 256)),
+    ],
+)
+def test_cuts_of_imagenets_map_for_tf32(N: int, cut: Tiling) -> None:
+    assert tiling((N, 56, 56, 64), SMS, stem_wgmma_tf32.COSTS) == cut
 
 
 # The launch ---------------------------------------------------------------------------------------------------------
@@ -162,29 +234,59 @@ class Array:
         self.strides = strides or memory.strides
 
 
-@pytest.mark.parametrize("normalized", [False, True])
-def test_the_launch(monkeypatch: pytest.MonkeyPatch, normalized: bool) -> None:
+def launched(
+    monkeypatch: pytest.MonkeyPatch, module: Any, launch: Any, precision: str, vectors: Any
+) -> tuple[Any, Array, Any]:
+    """What is launched for 8 images (kernel, grid, block, arguments, options), its input, and its output."""
     made: list[tuple[Any, ...]] = []
     jit = SimpleNamespace(
         get_function=lambda name, *, defines: (name, defines),
         launch=lambda kernel, grid, block, arguments, **options: made.append((kernel, grid, block, arguments, options)),
     )
-    monkeypatch.setattr(stem_wgmma, "jit", jit)
-    monkeypatch.setattr(stem_wgmma, "multiprocessors_of", lambda device: SMS)
+    monkeypatch.setattr(module, "jit", jit)
+    monkeypatch.setattr(module, "multiprocessors_of", lambda device: SMS)
     x = Array((8, 224, 224, 3), np.float32, (4 * 3 * 224 * 224, 4 * 224, 4, 4 * 224 * 224))
-    y: Any = Array((8, 56, 56, 64), np.uint16)
-    filter: Any = Filter("weight", {NAME: "cells"})  # type: ignore[arg-type, dict-item]
-    vectors: Any = ("mean", "std") if normalized else (None, None)
-    stem_wgmma.launch_stem_wgmma(x, filter, "bias", *vectors, y, PRECISIONS["bf16"])  # type: ignore[arg-type]
-    ((kernel, grid, block, arguments, options),) = made
-    assert kernel == (NAME, stem_wgmma._defines("bf16", "float", 3, 112))
-    assert (grid, block) == ((224, 1), (256,))
-    assert options == {"shared": stem_wgmma.shared_memory(112, "float", 3), "waits": True}
-    names = [declaration.split()[-1] for declaration in parameters(NAME)]
+    y: Any = Array((8, 56, 56, 64), PRECISIONS[precision].storage)
+    filter: Any = Filter("weight", {module.SOURCE: "cells"})  # type: ignore[arg-type, dict-item]
+    launch(x, filter, "bias", *vectors, y, PRECISIONS[precision])
+    (call,) = made
+    return call, x, y
+
+
+def assert_arguments(name: str, arguments: tuple[Any, ...], x: Array, y: Array, vectors: Any) -> dict[str, Any]:
+    """Returns a launch's arguments by name, after those that both kernels have in common."""
+    names = [declaration.split()[-1] for declaration in parameters(name)]
     assert names == ["x", "filter", "bias", "mean", "std", "y", "params", "stripe_rows"]
     given = dict(zip(names, arguments, strict=True))
     assert arguments[0] is x, "a recorded launch is repeated with another first argument"
     assert (given["filter"], given["bias"], given["y"]) == ("cells", "bias", y)
-    assert (given["mean"], given["std"]) == (vectors if normalized else (NULL, NULL))
+    assert (given["mean"], given["std"]) == ((NULL, NULL) if vectors[0] is None else vectors)
     assert given["params"].tolist() == [(8, 224, 224, 64, 112, 112, 56, 56, 3 * 224 * 224, 224, 1, 224 * 224)]
+    return given
+
+
+either_way = pytest.mark.parametrize("vectors", [(None, None), ("mean", "std")])
+
+
+@either_way
+def test_the_launch(monkeypatch: pytest.MonkeyPatch, vectors: Any) -> None:
+    call, x, y = launched(monkeypatch, stem_wgmma, stem_wgmma.launch_stem_wgmma, "bf16", vectors)
+    kernel, grid, block, arguments, options = call
+    assert kernel == (NAME, stem_wgmma._defines("bf16", "float", 3, 112))
+    assert (grid, block) == ((224, 1), (256,))
+    assert options == {"shared": stem_wgmma.shared_memory(112, "float", 3), "waits": True}
+    given = assert_arguments(NAME, arguments, x, y, vectors)
     assert bytes(launching._as_bytes(given["stripe_rows"])) == np.int32(2).tobytes()
+
+
+@either_way
+def test_the_launch_for_tf32(monkeypatch: pytest.MonkeyPatch, vectors: Any) -> None:
+    launch = stem_wgmma_tf32.launch_stem_wgmma_tf32
+    call, x, y = launched(monkeypatch, stem_wgmma_tf32, launch, "tf32", vectors)
+    kernel, grid, block, arguments, options = call
+    cut = tiling(y.shape, SMS, stem_wgmma_tf32.COSTS)
+    assert kernel == (TF32_NAME, stem_wgmma_tf32._defines("float", 3, cut.pixels))
+    assert (grid, block) == ((min(cut.units, SMS), 1), (384,))
+    assert options == {"shared": stem_wgmma_tf32.shared_memory(cut.pixels, "float", 3), "waits": True}
+    given = assert_arguments(TF32_NAME, arguments, x, y, vectors)
+    assert bytes(launching._as_bytes(given["stripe_rows"])) == np.int32(cut.stripe_rows).tobytes()

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from stem_wgmma_host import Result, build, host_source, run
+from stem_wgmma_host import Result, build, expected, host_source, numbers, run
 from wgmma_host import COMPILER, Program, wrong_programs
 
 from cupy_resnet.conv2d.stem_wgmma import _defines
@@ -41,23 +40,12 @@ def from_bits(bits: np.ndarray, precision: str) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(-1, 2, shape).astype(np.float32)
-
-
 def weights(C: int, K: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(K, 7, 7, C) filter, the same as the kernel wants it, (K,) bias."""
     weight, bias = numbers((K, 7, 7, C), C), numbers((K,), K)
     cells = np.zeros((K, 7, 8, 4), np.float32)
     cells[:, :, :7, :C] = weight
     return weight, cells, bias
-
-
-def expected(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """The pooled map by torch, for (N, H, W, C) values."""
-    pixels, filters = (torch.tensor(np.ascontiguousarray(a)).permute(0, 3, 1, 2) for a in (x, weight))
-    y = torch.nn.functional.conv2d(pixels, filters, torch.tensor(bias), 2, 3)
-    return torch.nn.functional.max_pool2d(torch.relu(y), 3, 2, 1).permute(0, 2, 3, 1).numpy()
 
 
 def assert_right(result: Result, want: np.ndarray, precision: str = "fp16") -> None:

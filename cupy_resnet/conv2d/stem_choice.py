@@ -1,5 +1,6 @@
 """Which kernel computes a whole stem. Imports no CuPy: usable anywhere."""
 
+from collections.abc import Callable
 from math import prod
 
 from .device import Device
@@ -7,16 +8,30 @@ from .precision import Precision
 from .stem import SOURCE, launch_stem, pooled_shape, supports_stem
 from .stem_wgmma import SOURCE as WGMMA_SOURCE
 from .stem_wgmma import launch_stem_wgmma, supports_stem_wgmma
+from .stem_wgmma_tf32 import SOURCE as WGMMA_TF32_SOURCE
+from .stem_wgmma_tf32 import launch_stem_wgmma_tf32, supports_stem_wgmma_tf32
+from .variant import Support
 
-STEM_LAUNCHES = {WGMMA_SOURCE: launch_stem_wgmma, SOURCE: launch_stem}
+STEM_LAUNCHES = {
+    WGMMA_SOURCE: launch_stem_wgmma,
+    WGMMA_TF32_SOURCE: launch_stem_wgmma_tf32,
+    SOURCE: launch_stem,
+}
 """Kernel → what enqueues it."""
 
-FEW_OUTPUTS = 16 * 56 * 56 * 64
-"""Outputs up to which conv2d_stem is chosen even where the other kernel is supported.
+STEM_SUPPORTS: dict[str, Callable[[Precision, tuple[int, ...], tuple[int, ...], Device], Support]] = {
+    WGMMA_SOURCE: supports_stem_wgmma,
+    WGMMA_TF32_SOURCE: supports_stem_wgmma_tf32,
+    SOURCE: supports_stem,
+}
+"""Kernel → whether it computes a stem, and if not, why. Of those that do the first is the fastest for many outputs."""
 
-A block of conv2d_stem_wgmma has filters to bring to its registers and a ring of rows to fill before its first
-product. Measured on an H200 with images of 224 × 224: conv2d_stem takes 4.4 µs against 7.0 for one image, 11.8 against
-12.9 for 8, but 36.5 against 29.3 for 32.
+FEW_OUTPUTS = 16 * 56 * 56 * 64
+"""Outputs up to which conv2d_stem is chosen even where another kernel is supported.
+
+A block of the others has filters to bring to its registers and a ring of rows to fill before its first
+product. Measured on an H200 in fp16 with images of 224 × 224: conv2d_stem takes 4.4 µs against 7.0 for one image,
+11.8 against 12.9 for 8, but 36.5 against 29.3 for 32. In TF32 it was not measured.
 """
 
 
@@ -34,7 +49,7 @@ def choose_stem(
     supported, reason = supports_stem(precision, x_shape, filter_shape, device)
     if not supported:
         return None, reason
-    few = prod(pooled_shape(x_shape, filter_shape[0])) <= FEW_OUTPUTS
-    if not few and supports_stem_wgmma(precision, x_shape, filter_shape, device)[0]:
-        return WGMMA_SOURCE, ""
-    return SOURCE, ""
+    if prod(pooled_shape(x_shape, filter_shape[0])) <= FEW_OUTPUTS:
+        return SOURCE, ""
+    able = (name for name, supports in STEM_SUPPORTS.items() if supports(precision, x_shape, filter_shape, device)[0])
+    return next(able), ""

@@ -1,5 +1,9 @@
-"""The launch of conv2d_stem_wgmma, the stem on Hopper's warpgroup instructions, and how its work is cut."""
+"""The launch of conv2d_stem_wgmma, the stem on Hopper's warpgroup instructions, and how its work is cut.
 
+How it is cut, and what is supported, is shared with conv2d_stem_wgmma_tf32 (`stem_wgmma_tf32`).
+"""
+
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,9 +30,30 @@ PRECISION_NAMES = ("fp16", "bf16")
 _PAIRS = 8  # of input rows in shared memory
 _STAGES = 4  # pairs of them on their way there
 _INPUT_BYTES = {"unsigned char": 1, "float": 4, "Half": 2, "BFloat16": 2}
-_CYCLES_PER_ROW_AND_PIXEL = 7  # 14 instructions, each of which takes half a cycle per column
-_CYCLES_AFTER_A_ROW = 300  # until its block multiplies again: sums are rounded
-_CYCLES_BEFORE_A_UNIT = 100
+
+
+class Costs(NamedTuple):
+    """What a kernel's work takes.
+
+    Args:
+        blocks_per_multiprocessor: that are resident, and whose products take turns.
+        cycles_per_row_and_pixel: of products, for a column of the convolution.
+        cycles_after_a_row: until its block multiplies again.
+        cycles_before_a_unit: until its first products.
+    """
+
+    blocks_per_multiprocessor: int
+    cycles_per_row_and_pixel: float
+    cycles_after_a_row: int
+    cycles_before_a_unit: int
+
+
+COSTS = Costs(
+    BLOCKS_PER_MULTIPROCESSOR,
+    cycles_per_row_and_pixel=7,  # 14 instructions, each of which takes half a cycle per column
+    cycles_after_a_row=300,  # sums are rounded
+    cycles_before_a_unit=100,
+)
 
 
 def configurations() -> list[dict[str, int | str]]:
@@ -63,11 +88,18 @@ def supports_stem_wgmma(
         filter_shape: (K, R, S, C).
         device: the GPU.
     """
+    return supports_stem_on_hopper(PRECISION_NAMES, precision, x_shape, filter_shape, device)
+
+
+def supports_stem_on_hopper(
+    names: Sequence[str], precision: Precision, x_shape: tuple[int, ...], filter_shape: tuple[int, ...], device: Device
+) -> Support:
+    """The same of a kernel that computes in the precisions of these names."""
     supported, reason = supports_stem(precision, x_shape, filter_shape, device)
     if not supported:
         return False, reason
-    if precision.name not in PRECISION_NAMES:
-        return False, f"computes in {' or '.join(PRECISION_NAMES)}, not in {precision.name}"
+    if precision.name not in names:
+        return False, f"computes in {' or '.join(names)}, not in {precision.name}"
     if device.compute_capability != (9, 0):
         return False, f"needs compute capability 9.0, {device.name} has {device.number}"
     N, PP, PQ, _ = pooled_shape(x_shape, filter_shape[0])
@@ -96,25 +128,26 @@ def column_tiles(PQ: int, pixels: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def tiling(y_shape: tuple[int, ...], sm_count: int) -> Tiling:
+def tiling(y_shape: tuple[int, ...], sm_count: int, costs: Costs = COSTS) -> Tiling:
     """Returns what is expected to take the least time.
 
-    A multiprocessor has two blocks. Their products take turns; the rest of what one does happens beside
-    products. A stripe costs a row of the convolution that the one above has computed too.
+    The products of a multiprocessor's blocks take turns; the rest of what one does happens beside products. A
+    stripe costs a row of the convolution that the one above has computed too.
 
     Args:
         y_shape: (N, PP, PQ, K), not empty.
         sm_count: the GPU's multiprocessors.
+        costs: of the kernel.
     """
     N, PP, PQ, K = y_shape
     groups = K // FILTERS
 
-    def cycles(cut: Tiling) -> int:
+    def cycles(cut: Tiling) -> float:
         rows = min(2 * cut.stripe_rows + 1, 2 * PP)
-        products = rows * cut.pixels * _CYCLES_PER_ROW_AND_PIXEL
-        alone = _CYCLES_BEFORE_A_UNIT + products + rows * _CYCLES_AFTER_A_ROW
-        units = cut.units * groups
-        return max(blocks(units, sm_count) * products, blocks(units, BLOCKS_PER_MULTIPROCESSOR * sm_count) * alone)
+        products = rows * cut.pixels * costs.cycles_per_row_and_pixel
+        alone = costs.cycles_before_a_unit + products + rows * costs.cycles_after_a_row
+        units, resident = cut.units * groups, costs.blocks_per_multiprocessor * sm_count
+        return max(blocks(units, sm_count) * products, blocks(units, resident) * alone)
 
     cuts = [
         Tiling(pixels, stripe_rows, N * blocks(PP, stripe_rows) * column_tiles(PQ, pixels))
@@ -161,10 +194,10 @@ def _cached_defines(precision: str, dtype: str, channels: int, pixels: int) -> d
     return _defines(precision, INPUTS[dtype], channels, pixels)
 
 
-def launch_grid(cut: Tiling, K: int, sm_count: int) -> tuple[int, int]:
+def launch_grid(cut: Tiling, K: int, sm_count: int, costs: Costs = COSTS) -> tuple[int, int]:
     """Returns the blocks that are launched: one per unit, but no more than are resident at once, to take turns."""
     groups = K // FILTERS
-    return min(cut.units, blocks(sm_count * BLOCKS_PER_MULTIPROCESSOR, groups)), groups
+    return min(cut.units, blocks(sm_count * costs.blocks_per_multiprocessor, groups)), groups
 
 
 def cell_filter(filter: Filter) -> "cupy.ndarray":
@@ -192,5 +225,9 @@ def shared_memory(pixels: int, element: str, channels: int) -> int:
     """
     row = (2 * pixels + 2) * 16
     pooled_row = pixels // 2 * (FILTERS * 2 + 16)
-    run = blocks((2 * pixels + 6) * _INPUT_BYTES[element], 16) * 16 + 16
-    return _PAIRS * 2 * row + 2 * pooled_row + _STAGES * 2 * channels * run
+    return _PAIRS * 2 * row + 2 * pooled_row + _STAGES * stage_bytes(pixels, element, channels)
+
+
+def stage_bytes(pixels: int, element: str, channels: int) -> int:
+    """Bytes of a pair of input rows as they lie in x, by the arguments of `shared_memory`."""
+    return 2 * channels * (blocks((2 * pixels + 6) * _INPUT_BYTES[element], 16) * 16 + 16)

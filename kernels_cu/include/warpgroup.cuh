@@ -56,7 +56,9 @@ __device__ __forceinline__ void warpgroup_mma(float (&sums)[N / 2], unsigned lon
 
 // The same with `a` in registers, 2 bytes an element: of 16 elements of depth warp w holds pairs, each a word, that begin at
 // (row, element) = (16w + g, 2t) and (16w + g + 8, 2t) in a[0], the first of them in the lower half, at (16w + g, 2t + 8) and
-// (16w + g + 8, 2t + 8) in a[1]. For each N that a kernel needs it instantiates WARPGROUP_MMA_FROM_REGISTERS.
+// (16w + g + 8, 2t + 8) in a[1]. Of 8 elements of TF32 a word is one, at (16w + g, t) and (16w + g + 8, t), then at (16w + g,
+// t + 4) and (16w + g + 8, t + 4). For each N that a kernel needs it instantiates WARPGROUP_MMA_FROM_REGISTERS, or
+// WARPGROUP_MMA_TF32_FROM_REGISTERS.
 template <typename Element, int N>
 __device__ __forceinline__ void warpgroup_mma(float (&sums)[N / 2], const unsigned long long (&a)[2], unsigned long long b,
                                               bool accumulate);
@@ -150,22 +152,24 @@ WARPGROUP_MMA_OF_ALL(128, 64)
 WARPGROUP_MMA_OF_ALL(256, 128)
 
 // Words are passed in pairs, and whether to accumulate is known when the kernel is compiled, so that three operands are enough.
-#define WARPGROUP_MMA_OF_WORDS(N, ACCUMULATORS, DEPTH_AND_TYPES, ACCUMULATE)                                                  \
+#define WARPGROUP_MMA_OF_WORDS(N, ACCUMULATORS, DEPTH_AND_TYPES, LAYOUT, ACCUMULATE)                                          \
     asm volatile("{ .reg .pred p; .reg .b32 a0, a1, a2, a3; mov.b64 {a0, a1}, %0; mov.b64 {a2, a3}, %1;\n"                    \
                  "setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned.m64n" #N DEPTH_AND_TYPES                     \
-                 " {" REGISTERS_##ACCUMULATORS "}, {a0, a1, a2, a3}, %2, p, 1, 1, 0; }"                                      \
+                 " {" REGISTERS_##ACCUMULATORS "}, {a0, a1, a2, a3}, %2, p, 1, 1" LAYOUT "; }"                               \
                  : "+l"(low), "+l"(high), "+l"(b), SUMS_##ACCUMULATORS)
-#define WARPGROUP_MMA_OF_REGISTERS(ELEMENT, N, ACCUMULATORS, DEPTH_AND_TYPES)                                                 \
+#define WARPGROUP_MMA_OF_REGISTERS(ELEMENT, N, ACCUMULATORS, DEPTH_AND_TYPES, LAYOUT)                                         \
     template <>                                                                                                              \
     __device__ __forceinline__ void warpgroup_mma<ELEMENT, N>(float (&sums)[N / 2], const unsigned long long (&a)[2],         \
                                                               unsigned long long b, bool accumulate) {                       \
         unsigned long long low = a[0], high = a[1];                                                                          \
         if (accumulate) {                                                                                                    \
-            WARPGROUP_MMA_OF_WORDS(N, ACCUMULATORS, DEPTH_AND_TYPES, "1");                                                   \
+            WARPGROUP_MMA_OF_WORDS(N, ACCUMULATORS, DEPTH_AND_TYPES, LAYOUT, "1");                                           \
         } else {                                                                                                             \
-            WARPGROUP_MMA_OF_WORDS(N, ACCUMULATORS, DEPTH_AND_TYPES, "0");                                                   \
+            WARPGROUP_MMA_OF_WORDS(N, ACCUMULATORS, DEPTH_AND_TYPES, LAYOUT, "0");                                           \
         }                                                                                                                    \
     }
 #define WARPGROUP_MMA_FROM_REGISTERS(N, ACCUMULATORS)                                \
-    WARPGROUP_MMA_OF_REGISTERS(Half, N, ACCUMULATORS, "k16.f32.f16.f16")             \
-    WARPGROUP_MMA_OF_REGISTERS(BFloat16, N, ACCUMULATORS, "k16.f32.bf16.bf16")
+    WARPGROUP_MMA_OF_REGISTERS(Half, N, ACCUMULATORS, "k16.f32.f16.f16", ", 0")      \
+    WARPGROUP_MMA_OF_REGISTERS(BFloat16, N, ACCUMULATORS, "k16.f32.bf16.bf16", ", 0")
+#define WARPGROUP_MMA_TF32_FROM_REGISTERS(N, ACCUMULATORS)                           \
+    WARPGROUP_MMA_OF_REGISTERS(float, N, ACCUMULATORS, "k8.f32.tf32.tf32", "")

@@ -31,8 +31,7 @@ from cupy_resnet.conv2d.back_to_back import (
     launch_back_to_back,
 )
 from cupy_resnet.conv2d.stem import pooled_shape
-from cupy_resnet.conv2d.stem_choice import STEM_LAUNCHES
-from cupy_resnet.conv2d.stem_wgmma import supports_stem_wgmma
+from cupy_resnet.conv2d.stem_choice import STEM_LAUNCHES, STEM_SUPPORTS
 from cupy_resnet.conv2d.variants import Filter, Operands, Shortcut
 from cupy_resnet.engines.cuda_engine import CudaEngine, describe_device
 
@@ -187,8 +186,7 @@ def launch_stems() -> None:
                 y = cupy.empty(pooled_shape(x.shape, 64), precision.storage)
                 turned = numbers((2, 3, *size), dtype).transpose(0, 2, 3, 1)
                 for name, launch in STEM_LAUNCHES.items():
-                    on_wgmma, _ = supports_stem_wgmma(precision, x.shape, (64, 7, 7, 3), device)
-                    if name == "conv2d_stem" or on_wgmma:
+                    if STEM_SUPPORTS[name](precision, x.shape, (64, 7, 7, 3), device)[0]:
                         launch(x, filter, bias, mean, std, y, precision)
                         launch(turned, filter, bias, None, None, y, precision)
 

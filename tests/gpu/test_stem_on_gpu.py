@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_resnet.conv2d import PRECISIONS, Conv2dProblem, stem_wgmma
+from cupy_resnet.conv2d import PRECISIONS, Conv2dProblem, stem_wgmma, stem_wgmma_tf32
 from cupy_resnet.conv2d.stem import pooled_shape
 from cupy_resnet.conv2d.stem_choice import STEM_LAUNCHES
-from cupy_resnet.conv2d.stem_wgmma import PIXELS, PRECISION_NAMES, Tiling, column_tiles
+from cupy_resnet.conv2d.stem_wgmma import PIXELS, Tiling, column_tiles
 from cupy_resnet.conv2d.variants import Filter
 from gpu.reference import as_torch, conv2d_float64, loaded, poisoned, stored, to_tf32
 
@@ -18,10 +18,13 @@ pytestmark = pytest.mark.gpu
 TENSOR_CORES = [name for name, precision in PRECISIONS.items() if precision.tensor_cores]
 FORMS = [
     *(("conv2d_stem", precision) for precision in TENSOR_CORES),
-    *(("conv2d_stem_wgmma", precision) for precision in PRECISION_NAMES),
+    *((module.SOURCE, precision) for module in (stem_wgmma, stem_wgmma_tf32) for precision in module.PRECISION_NAMES),
 ]
 """(kernel, precision)"""
-every_kernel = pytest.mark.parametrize("kernel", ["conv2d_stem", "conv2d_stem_wgmma"])
+every_kernel = pytest.mark.parametrize(
+    ("kernel", "precision"),
+    [("conv2d_stem", "fp16"), ("conv2d_stem_wgmma", "fp16"), ("conv2d_stem_wgmma_tf32", "tf32")],
+)
 every_form = pytest.mark.parametrize(("kernel", "precision"), FORMS)
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -66,7 +69,7 @@ class Stem:
     def __init__(self, kernel: str, precision: str, C: int = 3, K: int = 64, *, integral: bool = True) -> None:
         import cupy
 
-        if kernel == "conv2d_stem_wgmma" and cupy.cuda.Device().compute_capability != "90":
+        if kernel != "conv2d_stem" and cupy.cuda.Device().compute_capability != "90":
             pytest.skip("runs on compute capability 9.0 only")
         random = cupy.random.RandomState(C + K)
         shape = (K, 7, 7, C)
@@ -153,14 +156,14 @@ def test_exact_on_small_integers(kernel: str, precision: str, kind: str, guarded
 
 
 @every_kernel
-def test_a_flipped_view_is_read_as_it_is(kernel: str) -> None:
+def test_a_flipped_view_is_read_as_it_is(kernel: str, precision: str) -> None:
     """Negative strides, as of images with blue first that are turned round."""
     import cupy
 
-    stem = Stem(kernel, "fp16")
+    stem = Stem(kernel, precision)
     pixels = integral_pixels("float32", (2, 21, 18, 3), seed=1)
     turned = pixels[:, ::-1, :, ::-1]
-    y = stem.launch(turned, INTEGRAL, poisoned(pooled_shape(pixels.shape, 64), "fp16"))
+    y = stem.launch(turned, INTEGRAL, poisoned(pooled_shape(pixels.shape, 64), precision))
     assert cupy.array_equal(loaded(y), stem.expected(cupy.ascontiguousarray(turned), INTEGRAL))
 
 
@@ -180,16 +183,15 @@ def test_every_size_from_1_to_70(kernel: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("C", [1, 2, 4])
-@every_kernel
-def test_other_numbers_of_channels(kernel: str, C: int) -> None:
+@every_form
+def test_other_numbers_of_channels(kernel: str, precision: str, C: int) -> None:
     import cupy
 
-    for precision in ("fp16", "fp32-tc" if kernel == "conv2d_stem" else "bf16"):
-        stem = Stem(kernel, precision, C=C)
-        for layout in LAYOUTS:
-            pixels = integral_pixels("float32", (2, 31, 38, C), seed=C)
-            y = stem.launch(layout(pixels), INTEGRAL, poisoned(pooled_shape(pixels.shape, 64), precision))
-            assert cupy.array_equal(loaded(y), stem.expected(pixels, INTEGRAL)), f"{precision}, {layout.__name__}"
+    stem = Stem(kernel, precision, C=C)
+    for layout in LAYOUTS:
+        pixels = integral_pixels("float32", (2, 31, 38, C), seed=C)
+        y = stem.launch(layout(pixels), INTEGRAL, poisoned(pooled_shape(pixels.shape, 64), precision))
+        assert cupy.array_equal(loaded(y), stem.expected(pixels, INTEGRAL)), layout.__name__
 
 
 @every_form
@@ -221,51 +223,53 @@ def test_a_non_finite_pixel_reaches_exactly_its_receptive_field(kernel: str, pre
         np.testing.assert_array_equal(cupy.asnumpy(y), cupy.asnumpy(expected), err_msg=str(value))
 
 
-@every_kernel
-def test_the_same_image_has_the_same_answer_at_every_place_and_every_time(kernel: str) -> None:
+@every_form
+def test_the_same_image_has_the_same_answer_at_every_place_and_every_time(kernel: str, precision: str) -> None:
     import cupy
 
-    for precision in (form[1] for form in FORMS if form[0] == kernel):
-        stem = Stem(kernel, precision, integral=False)
-        pixels = cupy.random.RandomState(1).standard_normal((5, 50, 60, 3)).astype(cupy.float32)
-        pixels[3] = pixels[0]
-        first = stem.launch(pixels, None, poisoned(pooled_shape(pixels.shape, 64), precision))
-        assert cupy.array_equal(first[0].view(np.uint8), first[3].view(np.uint8)), precision
-        for _ in range(3):
-            again = stem.launch(pixels, None, poisoned(first.shape, precision))
-            assert cupy.array_equal(again.view(np.uint8), first.view(np.uint8)), precision
+    stem = Stem(kernel, precision, integral=False)
+    pixels = cupy.random.RandomState(1).standard_normal((5, 50, 60, 3)).astype(cupy.float32)
+    pixels[3] = pixels[0]
+    first = stem.launch(pixels, None, poisoned(pooled_shape(pixels.shape, 64), precision))
+    assert cupy.array_equal(first[0].view(np.uint8), first[3].view(np.uint8))
+    for _ in range(3):
+        again = stem.launch(pixels, None, poisoned(first.shape, precision))
+        assert cupy.array_equal(again.view(np.uint8), first.view(np.uint8))
 
 
 @every_kernel
-def test_offsets_beyond_2_to_the_31(kernel: str) -> None:
+def test_offsets_beyond_2_to_the_31(kernel: str, precision: str) -> None:
     import cupy
 
     shape = (520, 1190, 1190, 3)
     assert np.prod(shape, dtype=np.int64) > 2**31
-    stem = Stem(kernel, "fp16")
+    stem = Stem(kernel, precision)
     stem.bias[...] = 0
     pixels = cupy.zeros(shape, cupy.uint8)
     pixels[-1:] = integral_pixels("uint8", (1, *shape[1:]), seed=3)
-    y = stem.launch(pixels, None, poisoned(pooled_shape(shape, 64), "fp16"))
+    y = stem.launch(pixels, None, poisoned(pooled_shape(shape, 64), precision))
     assert y.size > 2**31
     assert cupy.array_equal(loaded(y[-1:]), stem.expected(pixels[-1:], None))
     assert not y[:-1].any()  # NaN would count as true
 
 
 @pytest.mark.parametrize("pixels", PIXELS)
-def test_however_the_map_is_cut(pixels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "precision"), [(stem_wgmma, "fp16"), (stem_wgmma_tf32, "tf32")], ids=["fp16", "tf32"]
+)
+def test_however_the_map_is_cut(module: Any, precision: str, pixels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stripes and tiles of every size, on few and on many multiprocessors."""
     import cupy
 
-    stem = Stem("conv2d_stem_wgmma", "fp16")
+    stem = Stem(module.SOURCE, precision)
     image = integral_pixels("float32", (3, 101, 243, 3), seed=4)
     shape = pooled_shape(image.shape, 64)
     expected = stem.expected(image, INTEGRAL)
     for stripe_rows in (1, 2, 5, 13, 26):
         units = 3 * -(-shape[1] // stripe_rows) * column_tiles(shape[2], pixels)
         cut = Tiling(pixels, stripe_rows, units)
-        monkeypatch.setattr(stem_wgmma, "tiling", lambda *_, cut=cut: cut)
+        monkeypatch.setattr(module, "tiling", lambda *_, cut=cut: cut)
         for sm_count in (1, 132):
-            monkeypatch.setattr(stem_wgmma, "multiprocessors_of", lambda _, count=sm_count: count)
-            y = stem.launch(image, INTEGRAL, poisoned(shape, "fp16"))
+            monkeypatch.setattr(module, "multiprocessors_of", lambda _, count=sm_count: count)
+            y = stem.launch(image, INTEGRAL, poisoned(shape, precision))
             assert cupy.array_equal(loaded(y), expected), f"{stripe_rows} rows, {sm_count} multiprocessors"

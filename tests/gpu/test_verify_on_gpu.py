@@ -135,7 +135,7 @@ MISTAKES = {
     ),
     "padding of the stem on wgmma": (
         *(
-            "stem_cells.cuh",
+            "stem_pixels.cuh",
             "w = 2 * (pair.column + static_cast<int>(threadIdx.x)) - 3 + column",
             "w = 2 * (pair.column + static_cast<int>(threadIdx.x)) - 2 + column",
         ),
@@ -144,6 +144,14 @@ MISTAKES = {
     "odd columns of the stem's pool on wgmma": (
         *("stem_pool.cuh", "row[m][2 * j + 1], 0x7632)", "row[m][2 * j + 1], 0x5410)"),
         *({"precision": "fp16"}, {"stem"}),
+    ),
+    "odd columns of the stem's pool on wgmma in TF32": (
+        *("stem_pool_tf32.cuh", "odd = row[4 * j + 2 * m + 1];", "odd = row[4 * j + 2 * m];"),
+        *({"precision": "tf32"}, {"stem"}),
+    ),
+    "the border of the stem on wgmma in TF32": (
+        *("conv2d_stem_wgmma_tf32.cu", "left = take_border(borders[border % BORDERS]);", ""),
+        *({"precision": "tf32"}, {"stem"}),
     ),
 }
 """What is wrong → file, correct text, wrong text, how the model is loaded, and the blocks that compute with it."""
@@ -162,7 +170,7 @@ def test_a_broken_kernel_is_located(
 ) -> None:
     import cupy
 
-    if file in ("stem_cells.cuh", "stem_pool.cuh"):
+    if file in ("stem_pixels.cuh", "stem_pool.cuh", "stem_pool_tf32.cuh", "conv2d_stem_wgmma_tf32.cu"):
         if cupy.cuda.Device().compute_capability != "90":
             pytest.skip("runs on compute capability 9.0 only")
         monkeypatch.setattr(stem_choice, "FEW_OUTPUTS", 0)
