@@ -146,11 +146,9 @@ void compute(Consumer& own) {
     }
     own.instructions.pop_front(), ++own.computed;
 }
-// What it stores some time later; `store_wait` waits for what the same thread has asked for.
-void written_for_storing() {}
+// What the accelerator stores some time later, and a thread's wait for all that it has asked for.
 void store(unsigned place, int column, int row) { stores.push_back({current, place, column, row}); }
-void store_commit() {}
-void store_wait() {
+void wait_for_stores() {
     self().storing = true;
     rest();
     self().storing = false;

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STATIC_LIMIT = 48 << 10
-"""Bytes of dynamic shared memory a kernel gets without asking."""
+STATIC_LIMIT = 32 << 10
+"""Bytes of dynamic shared memory for which nobody need be asked: of the 48 KiB that any kernel gets, as much as one leaves
+that has arrays of its own there."""
 
 _thread = threading.local()
 _allowing = threading.Lock()
