@@ -24,7 +24,7 @@ STEM_SUPPORTS: dict[str, Callable[[Precision, tuple[int, ...], tuple[int, ...], 
     WGMMA_TF32_SOURCE: supports_stem_wgmma_tf32,
     SOURCE: supports_stem,
 }
-"""Kernel → whether it computes a stem, and if not, why. Of those that do the first is the fastest, but for FEW_OUTPUTS."""
+"""Kernel → whether it computes a stem, and if not, why. Of those that do the first is the fastest for many outputs."""
 
 FEW_OUTPUTS = 16 * 56 * 56 * 64
 """Outputs up to which conv2d_stem is chosen in place of conv2d_stem_wgmma.

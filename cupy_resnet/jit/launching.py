@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATIC_LIMIT = 32 << 10
-"""Bytes of dynamic shared memory for which nobody need be asked: of the 48 KiB that any kernel gets, as much as one leaves
-that has arrays of its own there."""
+"""Bytes of dynamic shared memory that a kernel gets without asking: of 48 KiB what one leaves that has arrays there."""
 
 _thread = threading.local()
 _allowing = threading.Lock()
