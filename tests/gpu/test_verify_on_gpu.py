@@ -127,11 +127,11 @@ MISTAKES = {
     ),
     "padding of the stem": (
         *("conv2d_stem.cu", "2 * (2 * tile.q0 - 1) - 3;", "2 * (2 * tile.q0 - 1) - 2;"),
-        *({"precision": "tf32"}, {"stem"}),
+        *({"precision": "fp32-tc"}, {"stem"}),
     ),
     "padding of the stem's pool": (
         *("conv2d_stem.cu", "{q > 0 ? 0 : 1,", "{0,"),
-        *({"precision": "tf32"}, {"stem"}),
+        *({"precision": "fp32-tc"}, {"stem"}),
     ),
     "padding of the stem on wgmma": (
         *(
@@ -147,10 +147,6 @@ MISTAKES = {
     ),
     "odd columns of the stem's pool on wgmma in TF32": (
         *("stem_pool_tf32.cuh", "odd = row[4 * j + 2 * m + 1];", "odd = row[4 * j + 2 * m];"),
-        *({"precision": "tf32"}, {"stem"}),
-    ),
-    "the border of the stem on wgmma in TF32": (
-        *("conv2d_stem_wgmma_tf32.cu", "left = take_border(borders[border % BORDERS]);", ""),
         *({"precision": "tf32"}, {"stem"}),
     ),
 }
@@ -170,7 +166,7 @@ def test_a_broken_kernel_is_located(
 ) -> None:
     import cupy
 
-    if file in ("stem_pixels.cuh", "stem_pool.cuh", "stem_pool_tf32.cuh", "conv2d_stem_wgmma_tf32.cu"):
+    if file in ("stem_pixels.cuh", "stem_pool.cuh", "stem_pool_tf32.cuh"):
         if cupy.cuda.Device().compute_capability != "90":
             pytest.skip("runs on compute capability 9.0 only")
         monkeypatch.setattr(stem_choice, "FEW_OUTPUTS", 0)
@@ -190,8 +186,11 @@ def test_a_mistake_in_any_kernels_epilogue_is_found(reference: Recording, spoil:
     for file in ("conv2d_implicit_gemm.cu", "sgemm.cu", "conv2d_winograd.cu"):
         forgetful = "(k < 508 ? epilogue : Epilogue{epilogue.bias, nullptr, epilogue.with_relu})"
         spoil(file, "epilogue.load_residual", f"{forgetful}.load_residual")
-    for file in ("conv2d_wgmma.cu", "conv2d_wgmma_3xtf32.cu"):
-        spoil(file, "pair[0] + biases.x + shortcut.x", "pair[0] + biases.x + (k < 504 ? shortcut.x : 0.0f)")
+    spoil("conv2d_wgmma.cu", "pair[0] + biases.x + shortcuts[f].x", "pair[0] + biases.x + (k < 504) * shortcuts[f].x")
+    spoil(
+        "conv2d_wgmma_3xtf32.cu", "biases, shortcuts[j][f], ", "biases, n0 + j * 8 < 504 ? shortcuts[j][f] : float2{}, "
+    )
+    spoil("conv2d_wgmma_3xtf32.cu", "= residual ? *pair", "= residual && n0 + j * 8 < 504 ? *pair")
     spoil(
         "conv2d_wgmma_patch.cu",
         "residuals, barrier, tile.k, 0",
