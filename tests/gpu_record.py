@@ -2,14 +2,16 @@
 
 ``tests/gpu_record.json`` holds the device and versions, the sha256 of the kernel sources and of the Python that
 compiles and launches them, and the outcome of every test id. `tests/conftest.py` installs `Recorder`, which writes the
-file after a full run, ``pytest -m gpu``. After a change to tests alone, ``pytest -m gpu --add-to-gpu-record FILE`` runs
-some again and puts their outcomes in, provided that device, versions and sources are the record's.
+file during and after a full run, ``pytest -m gpu``. After a change to tests alone, or where a run was cut short,
+``pytest -m gpu --add-to-gpu-record FILE`` runs some more and puts their outcomes in, provided that device, versions and
+sources are the record's.
 `tests/test_gpu_record.py` fails when the file does not match the repository.
 """
 
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
 
 KERNELS = ("kernels_cu/*.cu", "kernels_cu/include/*.cuh")
+WRITE_SECONDS = 30.0
+"""How often a full run writes what it has found so far: a machine may be taken away before its end."""
+
 LAUNCHERS = ("cupy_resnet/jit/*.py", "cupy_resnet/conv2d/*.py", "cupy_resnet/engines/**/*.py")
 
 
@@ -68,7 +73,9 @@ class Recorder:
     """Collects the outcome of every GPU test and writes the record after a full run of them."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.outcomes: dict[str, str] = {}
+        self.outcomes: dict[str, str] = {}  # of tests that have ended
+        self._running: dict[str, str] = {}
+        self._written = time.monotonic()
         arguments = {str(Path(a).resolve()) for a in config.invocation_params.args if not a.startswith("-")}
         partial = (
             config.getoption("keyword")
@@ -82,7 +89,13 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         # setup, call and teardown each report; the worst counts, so that a failed teardown is not a pass
         rank = ("passed", "skipped", "failed")
-        self.outcomes[report.nodeid] = max(self.outcomes.get(report.nodeid, "passed"), report.outcome, key=rank.index)
+        outcome = max(self._running.get(report.nodeid, "passed"), report.outcome, key=rank.index)
+        self._running[report.nodeid] = outcome
+        if report.when == "teardown":
+            self.outcomes[report.nodeid] = outcome
+            if self.full and not self.adds and time.monotonic() - self._written > WRITE_SECONDS:
+                write(RECORD, self.outcomes)
+                self._written = time.monotonic()
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if not self.outcomes or session.shouldstop:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_record
@@ -32,3 +33,29 @@ def test_outcomes_are_added_only_to_a_record_of_the_same_kernels(tmp_path: Path)
     with pytest.raises(ValueError, match="sha256"):
         gpu_record.add(path, {"c": "failed"})
     assert json.loads(path.read_text()) == record
+
+
+def test_a_run_that_is_cut_short_leaves_what_it_has_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_record, "RECORD", tmp_path / "record.json")
+    options = {"markexpr": "gpu"}
+    config: Any = SimpleNamespace(
+        invocation_params=SimpleNamespace(args=("-m", "gpu")), getoption=lambda name, default=None: options.get(name)
+    )
+    recorder = gpu_record.Recorder(config)
+
+    def report(test: str, **outcomes: str) -> None:
+        for when, outcome in outcomes.items():
+            given: Any = SimpleNamespace(nodeid=test, when=when, outcome=outcome)
+            recorder.pytest_runtest_logreport(given)
+
+    report("a", setup="passed", call="passed", teardown="passed")
+    assert not gpu_record.RECORD.exists()  # so soon
+    monkeypatch.setattr(gpu_record, "WRITE_SECONDS", -1.0)
+    report("b", setup="passed", call="failed", teardown="passed")
+    report("c", setup="passed", call="passed")  # its teardown may fail yet
+    report("d", setup="passed")
+    assert gpu_record.read()["outcomes"] == {"a": "passed", "b": "failed"}
+    report("c", teardown="failed")
+    session: Any = SimpleNamespace(shouldstop=False)
+    recorder.pytest_sessionfinish(session)
+    assert gpu_record.read()["outcomes"] == {"a": "passed", "b": "failed", "c": "failed"}
