@@ -7,8 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from helpers import ConvCase, torch_conv2d
-from wgmma_host import COMPILER, Program, build, wrong_programs
+from wgmma_host import COMPILER, Program, build, expected_output, random_epilogue, wrong_programs
 from wgmma_patch_run_host import host_source, run
 
 from cupy_resnet.conv2d import H100, Conv2dProblem
@@ -52,16 +51,12 @@ def drawn(problem: Conv2dProblem, seed: int) -> dict[str, np.ndarray]:
 def is_right(program: Program, problem: Conv2dProblem, pixels: int, seed: int) -> bool:
     draw = random.Random(seed)
     arrays = drawn(problem, seed)
-    bias, in_place, relu = draw.random() < 0.7, draw.random() < 0.4, draw.random() < 0.5
-    residual = in_place or draw.random() < 0.5
-    given = {**arrays, "bias": arrays["bias"] if bias else None, "residual": arrays["residual"] if residual else None}
-    expected = torch_conv2d(given, ConvCase(problem, relu=relu).arguments)
-    epilogue = {"bias": bias, "residual": residual, "in_place": in_place, "relu": relu}
+    epilogue = random_epilogue(draw, in_place=0.4)
     tile = patch_tile(problem, pixels, H100.shared_memory_per_block)
     assert tile is not None
     tile = replace(tile, num_stages=draw.choice([3, 5, tile.num_stages]))
     y = run(program, problem, tile, arrays, seed=seed, grid=draw.choice([1, 2]), **epilogue)
-    return not isinstance(y, str) and np.array_equal(y, expected)
+    return not isinstance(y, str) and np.array_equal(y, expected_output(problem, arrays, epilogue))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import ConvCase, torch_conv2d
-from wgmma_host import COMPILER, Program, build, wrong_programs
+from wgmma_host import COMPILER, Program, build, random_epilogue, wrong_programs
 from wgmma_split_k_host import host_source, run
 
 from cupy_resnet.conv2d import Conv2dProblem
@@ -68,10 +68,8 @@ def expected_of(
 def is_right(program: Program, config: WgmmaConfig, problem: Conv2dProblem, seed: int) -> bool:
     draw = random.Random(seed)
     arrays = drawn(problem, seed)
-    bias, in_place, relu = draw.random() < 0.7, draw.random() < 0.3, draw.random() < 0.5
-    residual = in_place or draw.random() < 0.5
-    expected = expected_of(problem, arrays, bias=bias, residual=residual, relu=relu)
-    epilogue = {"bias": bias, "residual": residual, "in_place": in_place, "relu": relu}
+    epilogue = random_epilogue(draw, in_place=0.3)
+    expected = expected_of(problem, arrays, **{name: epilogue[name] for name in ("bias", "residual", "relu")})
     y = run(program, problem, arrays, seed=seed, tiles=tile_count(problem, config), **epilogue)
     return not isinstance(y, str) and np.array_equal(y, expected)
 

@@ -1,5 +1,6 @@
 """What the kernels that run as programs of the host share: C++ for both, and how a program is built and asked."""
 
+import random
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import ConvCase, torch_conv2d
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.params import conv2d_params
@@ -183,6 +185,25 @@ def wrong_programs(
         return lambda name: built(forms[name])[name]
 
     return wrong
+
+
+def random_epilogue(draw: random.Random, *, in_place: float) -> dict[str, bool]:
+    """Returns which of bias, residual and relu there are, and whether the output lies in the residual's place.
+
+    Args:
+        draw: the source of chance.
+        in_place: how likely that last is.
+    """
+    bias, placed, relu = draw.random() < 0.7, draw.random() < in_place, draw.random() < 0.5
+    return {"bias": bias, "residual": placed or draw.random() < 0.5, "in_place": placed, "relu": relu}
+
+
+def expected_output(
+    problem: Conv2dProblem, arrays: Mapping[str, np.ndarray], epilogue: Mapping[str, bool]
+) -> np.ndarray:
+    """Returns what torch makes of x, weight, bias and residual, of the latter two what the epilogue has."""
+    given = {**arrays, **{name: arrays[name] if epilogue[name] else None for name in ("bias", "residual")}}
+    return torch_conv2d(given, ConvCase(problem, relu=epilogue["relu"]).arguments)
 
 
 def ask(
