@@ -46,7 +46,17 @@ void arrive(Barrier& barrier) {
 """
 """Needs `Barrier`, `fail`, `rest`, and `self()`: of a thread, its groups of instructions and what it waits for."""
 
-IM2COL = r"""
+READ = r"""
+void read(std::vector<float>& values, long count) {
+    values.resize(count);
+    if (long(fread(values.data(), 4, count, stdin)) != count) fail("too little input");
+}
+"""
+"""Reads a tensor that the program is given; needs `fail`."""
+
+IM2COL = (
+    READ
+    + r"""
 std::vector<float> im2col_rows(const Conv2dParams& params, const std::vector<float>& x, int count, int c, int w, int h,
                                int n, int s, int r) {
     std::vector<float> rows(count * 32);
@@ -70,12 +80,9 @@ std::vector<float> filter_rows(const std::vector<float>& filters, int count, int
     }
     return rows;
 }
-void read(std::vector<float>& values, long count) {
-    values.resize(count);
-    if (long(fread(values.data(), 4, count, stdin)) != count) fail("too little input");
-}
 """
-"""What the accelerator brings of pixels and filters, 32 channels a row; needs `Conv2dParams` and `fail`."""
+)
+"""What the accelerator brings of pixels and filters, 32 channels a row; needs `Conv2dParams`."""
 
 
 def place() -> str:

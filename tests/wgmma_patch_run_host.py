@@ -7,7 +7,7 @@ import re
 from dataclasses import astuple
 
 import numpy as np
-from wgmma_host import HostSource, Program, ask, place
+from wgmma_host import READ, HostSource, Program, ask, place
 from wgmma_machine import BLOCK, MACHINE
 
 from cupy_resnet.conv2d import Conv2dProblem
@@ -106,10 +106,6 @@ int main(int, char** arguments) {
     if (fread(&params, sizeof params, 1, stdin) != 1) return 2;
     draw.seed(head[0]), gridDim.x = head[1], with_bias = head[2], with_residual = head[3], in_place = head[4];
     const long outputs = long(params.gemm_m) * params.K;
-    const auto read = [](std::vector<float>& values, long count) {
-        values.resize(count);
-        if (long(fread(values.data(), 4, count, stdin)) != count) fail("too little input");
-    };
     read(x, long(params.N) * params.H * params.W * params.C), read(weight, long(params.K) * params.gemm_k);
     read(bias, params.K), read(residual, outputs);
     y = residual, prefetched.resize(outputs);
@@ -132,7 +128,9 @@ def host_source() -> HostSource:
     text = text.replace("extern __shared__ __align__(1024) unsigned char shared[];", "")
     text = text.replace("__shared__", "static")
     params = (path.parent / "include" / "conv2d_params.cuh").read_text("utf-8").replace("#pragma once", "")
-    return HostSource("\n".join([MACHINE, HOST, params, place()]), text, "conv2d_wgmma_patch", f"{BLOCK}\n{MAIN}")
+    return HostSource(
+        "\n".join([MACHINE, HOST, params, place()]), text, "conv2d_wgmma_patch", f"{READ}\n{BLOCK}\n{MAIN}"
+    )
 
 
 def run(
