@@ -47,6 +47,10 @@ def _origin(report: dict[str, Any], file: str) -> str:
     return f"{device}, torch {versions['torch']}, {report['date']}; raw samples in `notebooks/results/{file}.json`."
 
 
+def _layers(report: dict[str, Any]) -> list[Layer]:
+    return [Layer(**layer) for layer in report["layers"]]
+
+
 def ladder() -> str:
     """The rungs, summed over the layers each supports."""
     report = load("ladder_fp32")
@@ -61,7 +65,7 @@ def ladder() -> str:
         for rung in rungs(report)
     ]
     header = ["rung", "layers", "ms", "TFLOP/s", "of cuDNN's speed"]
-    winograd = {Layer(**layer).text for layer in report["layers"] if "conv2d_winograd" in layer["samples_ms"]}
+    winograd = {layer.text for layer in _layers(report) if "conv2d_winograd" in layer.kernels}
     own = {rung.name: rung for rung in rungs(report, winograd)}
     gain = own["conv2d_implicit_gemm"].milliseconds / own["conv2d_winograd"].milliseconds
     note = (
@@ -77,30 +81,16 @@ def layers() -> str:
     report = load("ladder_fp32")
     names = [rung.name for rung in rungs(report)]
     rows = []
-    for layer in (Layer(**layer) for layer in report["layers"]):
-        rates = [layer.flops / layer.median_ms(name) / 1e9 if name in layer.samples_ms else None for name in names]
-        cudnn = layer.flops / layer.median_ms("cudnn") / 1e9
+    for layer in _layers(report):
+        rates = [layer.flops / layer.median_ms(name) / 1e9 if name in layer.kernels else None for name in names]
+        cudnn = layer.flops / layer.median_ms(layer.rival) / 1e9
         cells = ["–" if rate is None else f"{rate:.1f}" for rate in [*rates, cudnn]]
         rows.append([layer.text.split("×", 1)[1], *cells])
     short = [name.removeprefix("conv2d_") for name in names]
     return _table([f"layer (N = {report['batch']}), TFLOP/s", *short, "cuDNN"], rows)
 
 
-def network() -> str:
-    """ResNet-18 in float32 against everything PyTorch offers."""
-    report = load("network_fp32")
-    rows = []
-    for row in report["rows"]:
-        times = row["times"]
-        ours = times["ours"]["stream_ms"]
-        rival = min((name for name in times if name != "ours"), key=lambda name: times[name]["stream_ms"])
-        best = times[rival]["stream_ms"]
-        rows.append([f"{row['model']}, N = {row['N']}", f"{ours:.2f}", f"{best:.2f} ({rival})", f"{best / ours:.2f}×"])
-    header = ["float32, TF32 off", "ours, ms", "fastest PyTorch, ms", "ratio"]
-    return f"{_table(header, rows)}\n\nBack-to-back calls. {_origin(report, 'network_fp32')}"
-
-
-TABLES: dict[str, Callable[[], str]] = {"ladder": ladder, "layers": layers, "network": network}
+TABLES: dict[str, Callable[[], str]] = {"ladder": ladder, "layers": layers}
 
 LISTINGS: dict[str, Callable[[dict[str, Any]], Listing]] = {
     "bench": lambda report: list_report(Report.from_dict(report)),
