@@ -118,13 +118,6 @@ __device__ __forceinline__ void multiply(float (&sums)[BLOCKS_M][TILE_N / 2], Ba
     if (elected) barrier_arrive(shared_address(&barriers.empty[previous]));
 }
 
-// Where a staged piece holds its columns k, k + 1 of a row: boxes are swizzled like operands.
-__device__ __forceinline__ void* staged_pair(unsigned char* piece, int row, int k) {
-    constexpr int SIZE = sizeof(ELEMENT), PER_CHUNK = 16 / SIZE;
-    const int chunk = k % SLICE_CHANNELS / PER_CHUNK ^ row % 8;
-    return piece + k / SLICE_CHANNELS * BOX_BYTES + row * ROW_BYTES + chunk * 16 + k % PER_CHUNK * SIZE;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     conv2d_wgmma(const __grid_constant__ TensorMap pixels, const __grid_constant__ TensorMap filters,
                  const __grid_constant__ TensorMap shortcut_pixels, const __grid_constant__ TensorMap shortcut_filters,
@@ -208,14 +201,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 float2 shortcuts[ROWS] = {};
 #pragma unroll
                 for (int f = 0; f < ROWS && residual; ++f) {
-                    shortcuts[f] = load_pair<ELEMENT>(staged_pair(staged, row0 + f / 2 * 64 + f % 2 * 8, column));
+                    const int row = row0 + f / 2 * 64 + f % 2 * 8;
+                    shortcuts[f] = load_pair<ELEMENT>(staged_pair<ELEMENT, BOX_BYTES>(staged, row, column));
                 }
 #pragma unroll
                 for (int f = 0; f < ROWS; ++f) {
                     const float* const pair = &sums[f / 2][(piece * PIECE_N / 8 + j) * 4 + f % 2 * 2];
                     const float low = pair[0] + biases.x + shortcuts[f].x, high = pair[1] + biases.y + shortcuts[f].y;
                     const float2 result = params.relu ? make_float2(relu_of(low), relu_of(high)) : make_float2(low, high);
-                    store_pair<ELEMENT>(staged_pair(staged, row0 + f / 2 * 64 + f % 2 * 8, column), result.x, result.y);
+                    const int row = row0 + f / 2 * 64 + f % 2 * 8;
+                    store_pair<ELEMENT>(staged_pair<ELEMENT, BOX_BYTES>(staged, row, column), result.x, result.y);
                 }
             }
             written_for_storing();

@@ -47,13 +47,15 @@ constexpr int PIECE_COLUMNS = SLICE_CHANNELS / 8;  // that a fragment counts in
 // Which phase of its place's barriers a piece is, of the tile that is this block's number `turn`; parity is what counts.
 __device__ __forceinline__ constexpr int phase_of(int turn, int piece) { return turn * (PIECES / PLACES) + piece / PLACES; }
 constexpr bool TURNS_COUNT = PIECES / PLACES % 2 == 1;
+constexpr int TOGETHER = 4;  // pairs of columns that a thread loads before it stores the first of them, if not STAGED
 static_assert(PIECES % PLACES == 0, "whole phases");
+static_assert(STAGED || TILE_N / 8 % TOGETHER == 0, "whole groups");
 static_assert(TILE_M % 128 == 0 && TILE_N % PRODUCT_N == 0, "whole products");
 
 // threadIdx.x and gridDim.x, read anew: what is kept in registers from the beginning takes the place of products, or of what
 // little the producer has.
-__device__ __forceinline__ int thread_again() {
-    int thread;
+__device__ __forceinline__ unsigned thread_again() {
+    unsigned thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
@@ -228,7 +230,7 @@ __device__ __forceinline__ void multiply(float (&sums)[BLOCKS_M][TILE_N / 2], Ba
 struct Position {
     int consumer, row, column;
 
-    __device__ __forceinline__ explicit Position(int thread)
+    __device__ __forceinline__ explicit Position(unsigned thread)
         : consumer(thread / WARPGROUP - 1),
           row(thread % WARPGROUP / 32 * 16 + thread % 32 / 4),
           column(thread % 4 * 2) {}
@@ -244,11 +246,6 @@ __device__ __forceinline__ float2 biases_of(const float* bias, int k, const Conv
 __device__ __forceinline__ float2 finished(const float* sums, float2 biases, float2 shortcut, const Conv2dParams& params) {
     const float first = sums[0] + biases.x + shortcut.x, second = sums[1] + biases.y + shortcut.y;
     return params.relu ? make_float2(relu_of(first), relu_of(second)) : make_float2(first, second);
-}
-
-// Where a piece holds columns k, k + 1 of a row: it is swizzled like operands.
-__device__ __forceinline__ float2* staged_pair(unsigned char* piece, int row, int k) {
-    return reinterpret_cast<float2*>(piece + row * ROW_BYTES + (k / 4 ^ row % 8) * 16 + k % 4 * 4);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -308,7 +305,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     const float2 biases = biases_of(bias, n0 + j * 8, params);
 #pragma unroll
                     for (int f = 0; f < ROWS; ++f) {
-                        float2* const pair = staged_pair(staged, at.row + row_step(f), j % PIECE_COLUMNS * 8 + at.column);
+                        const int row = at.row + row_step(f), k = j % PIECE_COLUMNS * 8 + at.column;
+                        float2* const pair = static_cast<float2*>(staged_pair<float>(staged, row, k));
                         const float2 shortcut = residual ? *pair : make_float2(0.0f, 0.0f);
                         *pair = finished(&sums[f / 2][j * 4 + f % 2 * 2], biases, shortcut, params);
                     }
@@ -317,22 +315,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 barrier_arrive(shared_address(&barriers.finished[at.consumer][piece % PLACES]));
             }
         } else {
-            // All residuals are under way before the first output is stored: it may be one.
+            // The residuals of a few columns are under way before the first of these is stored: y may be the residual.
             const auto offset_of = [&](int j, int f) { return static_cast<long long>(m0 + row_step(f)) * params.K + n0 + j * 8; };
             const auto exists = [&](int j, int f) { return m0 + row_step(f) < params.gemm_m && n0 + j * 8 < params.K; };
-            float2 shortcuts[TILE_N / 8][ROWS] = {};
+            float2 biases[TILE_N / 8], shortcuts[TILE_N / 8][ROWS] = {};
 #pragma unroll
-            for (int i = 0; i < TILE_N / 8 * ROWS && residual; ++i) {
-                const int j = i / ROWS, f = i % ROWS;
-                if (exists(j, f)) shortcuts[j][f] = load_pair<float>(residual + offset_of(j, f));
-            }
+            for (int first = 0; first < TILE_N / 8; first += TOGETHER) {
 #pragma unroll
-            for (int j = 0; j < TILE_N / 8; ++j) {
-                const float2 biases = biases_of(bias, n0 + j * 8, params);
+                for (int j = first; j < first + TOGETHER; ++j) biases[j] = biases_of(bias, n0 + j * 8, params);
 #pragma unroll
-                for (int f = 0; f < ROWS; ++f) {
-                    const float2 pair = finished(&sums[f / 2][j * 4 + f % 2 * 2], biases, shortcuts[j][f], params);
-                    if (exists(j, f)) store_pair<float>(y + offset_of(j, f), pair.x, pair.y);
+                for (int i = 0; i < TOGETHER * ROWS && residual; ++i) {
+                    const int j = first + i / ROWS, f = i % ROWS;
+                    if (exists(j, f)) shortcuts[j][f] = load_pair<float>(residual + offset_of(j, f));
+                }
+#pragma unroll
+                for (int j = first; j < first + TOGETHER; ++j) {
+#pragma unroll
+                    for (int f = 0; f < ROWS; ++f) {
+                        const float2 pair = finished(&sums[f / 2][j * 4 + f % 2 * 2], biases[j], shortcuts[j][f], params);
+                        if (exists(j, f)) store_pair<float>(y + offset_of(j, f), pair.x, pair.y);
+                    }
                 }
             }
         }

@@ -110,6 +110,7 @@ MISTAKES = {
     ),
     "a slice's last product is left out": ("if (step == STEPS - 1) sums", "if (step == STEPS - 2) sums"),
     "the residual is forgotten": ("* ROWS && residual; ++i) {", "* ROWS && false; ++i) {"),
+    "only the first columns have a residual": ("const int j = first + i / ROWS", "const int j = i / ROWS"),
     "rows behind the last are stored": ("return m0 + row_step(f) < params.gemm_m && n0", "return n0"),
 }
 MISTAKES_WITH_PIECES = {

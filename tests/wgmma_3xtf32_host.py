@@ -7,7 +7,7 @@ tells.
 import re
 
 import numpy as np
-from wgmma_host import IM2COL, HostSource, Program, ask, place
+from wgmma_host import IM2COL, HostSource, Program, ask, place, staged_pair
 from wgmma_machine import BLOCK, MACHINE
 
 from cupy_resnet.conv2d import Conv2dProblem
@@ -100,7 +100,7 @@ def host_source() -> HostSource:
     )
     assert split
     params = (include / "conv2d_params.cuh").read_text("utf-8").replace("#pragma once", "")
-    before = "\n".join([MACHINE, HOST, params, place(), split[0]])
+    before = "\n".join([MACHINE, HOST, params, place(), staged_pair(), split[0]])
     return HostSource(before, text, "conv2d_wgmma_3xtf32", f"{IM2COL}\n{BLOCK}\n{MAIN}")
 
 

@@ -87,8 +87,17 @@ std::vector<float> filter_rows(const std::vector<float>& filters, int count, int
 
 def place() -> str:
     """Returns the text of `Place`, which the kernels share."""
+    return _from_tensor_memory(r"^struct Place \{.*?^\};")
+
+
+def staged_pair() -> str:
+    """Returns the text of the function of that name, which tells where in a swizzled box two elements lie."""
+    return _from_tensor_memory(r"^template <typename Element, int BOX_BYTES = 0>\n[^\n]* staged_pair\(.*?^\}")
+
+
+def _from_tensor_memory(pattern: str) -> str:
     memory = (find_kernel("conv2d_wgmma").path.parent / "include" / "tensor_memory.cuh").read_text("utf-8")
-    (text,) = re.findall(r"^struct Place \{.*?^\};", memory, re.DOTALL | re.MULTILINE)
+    (text,) = re.findall(pattern, memory, re.DOTALL | re.MULTILINE)
     return str(text)
 
 

@@ -101,3 +101,12 @@ __device__ __forceinline__ void store_wait() {
 }
 // Makes this thread's ordinary writes to shared memory visible to the accelerator.
 __device__ __forceinline__ void written_for_storing() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Where threads find elements k, k + 1 of a row of a matrix in its boxes, which lie one after the other, BOX_BYTES each, or in a
+// single box. Rows of a box are 128 bytes, and so is the swizzle: chunk c, of 16 bytes, of row r lies at place c ^ (r % 8).
+template <typename Element, int BOX_BYTES = 0>
+__device__ __forceinline__ void* staged_pair(unsigned char* boxes, int row, int k) {
+    constexpr int SIZE = sizeof(Element), PER_CHUNK = 16 / SIZE, PER_ROW = 128 / SIZE;
+    const int chunk = (BOX_BYTES > 0 ? k % PER_ROW : k) / PER_CHUNK ^ row % 8;
+    return boxes + k / PER_ROW * BOX_BYTES + row * 128 + chunk * 16 + k % PER_CHUNK * SIZE;
+}
