@@ -68,6 +68,12 @@ struct Barriers {
 
 // Among the threads of one role: 1 of producers, 2 of consumers.
 __device__ __forceinline__ void role_sync(int role) { asm volatile("bar.sync %0, %1;" ::"r"(role), "n"(WARPGROUP) : "memory"); }
+// Of a producer's warp: its part of a pair is there.
+__device__ __forceinline__ void pair_stored(unsigned barrier) {
+    written_for_storing();  // the tensor cores read as the accelerator does
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
 
 #include "stem_units.cuh"
 #include "stem_pixels.cuh"

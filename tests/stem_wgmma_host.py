@@ -43,7 +43,8 @@ def host_source(kernel: str = "conv2d_stem_wgmma") -> HostSource:
 
     def included(found: re.Match[str]) -> str:
         text = (path.parent / "include" / found[1]).read_text("utf-8")
-        if found[1] == "warpgroup.cuh":
+        if found[1] in ("warpgroup.cuh", "warpgroup_registers.cuh"):
+            text = (path.parent / "include" / "warpgroup.cuh").read_text("utf-8")
             (text,) = re.findall(r"[^\n]*plain_operand\(.*?\n\}\n", text, re.DOTALL)
             return str(text)
         if found[1] in PLAYED:
@@ -131,7 +132,7 @@ def run(
                 *(array.ctypes.data_as(pointer) for array in (x, cells, bias)),
                 *(mean, std),
                 *(array.ctypes.data_as(pointer) for array in (y, writes)),
-                ctypes.c_longlong(y.nbytes),
+                *(ctypes.c_longlong(array.nbytes) for array in (y, cells)),
                 params.ctypes.data_as(pointer),
                 stripe_rows,
             )

@@ -18,7 +18,6 @@ HOST = r"""
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define WARPGROUP_MMA_FROM_REGISTERS(...)
-#define WARPGROUP_MMA_TF32_FROM_REGISTERS(...)
 #pragma GCC diagnostic ignored "-Wunknown-pragmas"
 
 struct Index { unsigned x, y; } threadIdx, blockIdx, gridDim;
@@ -54,6 +53,14 @@ template <int WORDS>
 void round_to_tf32(unsigned (&words)[WORDS]) {
     for (unsigned& word : words) word = round_to_tf32(word);
 }
+template <int WORDS>
+void split_tf32(unsigned (&high)[WORDS], unsigned (&low)[WORDS]) {
+    for (int i = 0; i < WORDS; ++i) {
+        const float value = __uint_as_float(high[i]);
+        high[i] = high[i] + 0x1000 & 0xffffe000;
+        low[i] = __float_as_uint(value - __uint_as_float(high[i]));
+    }
+}
 float larger(float a, float b) { return a > b || a != a ? a : b; }
 template <typename Element>
 unsigned larger_word(unsigned a, unsigned b, Element e) {
@@ -69,7 +76,7 @@ unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 
 // Threads.
 struct Thread { ucontext_t context; bool ended; };
-constexpr int MOST_THREADS = 384;
+constexpr int MOST_THREADS = 512;
 Thread threads[MOST_THREADS];
 int block_threads;
 ucontext_t scheduler;
@@ -107,7 +114,7 @@ Word __shfl_sync(unsigned, Word value, int lane) {
 }
 
 // Shared memory and its barriers.
-unsigned char shared[1 << 17] __align__(128);
+unsigned char shared[1 << 18] __align__(128);
 struct Barrier {
     int count, pending, phase, bytes;
     void complete_if_all_is_there() {
@@ -148,20 +155,27 @@ void wait_for_earlier_kernels() { may_touch[threadIdx.x] = true; }
 // The accelerator: brings 16 bytes at a time, of any that it has been asked for.
 struct Fetch { unsigned destination; const unsigned char* source; int left; unsigned barrier; };
 std::vector<Fetch> fetches;
-int bytes_fetched;
+int bytes_fetched;  // of pixels
+const unsigned char* filters_begin;
+const unsigned char* filters_end;
+bool slow_filters;
 void fetch_bytes(unsigned destination, const void* source, int bytes, unsigned barrier) {
     const bool aligned = destination % 16 == 0 && reinterpret_cast<size_t>(source) % 16 == 0 && bytes % 16 == 0;
     if (!aligned || bytes <= 0) failure = "a fetch that is not aligned";
-    if (!may_touch[threadIdx.x]) failure = "a fetch before earlier kernels have ended";
-    fetches.push_back({destination, static_cast<const unsigned char*>(source), bytes, barrier});
+    const auto first = static_cast<const unsigned char*>(source);
+    const bool filters = first >= filters_begin && first < filters_end;  // they do not change
+    if (!filters && !may_touch[threadIdx.x]) failure = "a fetch before earlier kernels have ended";
+    if (filters && first + bytes > filters_end) failure = "a fetch behind the filters";
+    if (!filters) bytes_fetched += bytes;
+    fetches.push_back({destination, first, bytes, barrier});
 }
 void go_on_fetching() {
     const unsigned which = draw() % fetches.size();
     Fetch& fetch = fetches[which];
+    if (slow_filters && fetch.source >= filters_begin && fetch.source < filters_end && draw() % 64) return;
     fetch.left -= 16;
     if (fetch.destination + fetch.left + 16 > sizeof shared) { failure = "a fetch behind shared memory"; return; }
     memcpy(shared + fetch.destination + fetch.left, fetch.source + fetch.left, 16);
-    bytes_fetched += 16;
     Barrier& barrier = barriers_at.at(fetch.barrier);
     barrier.bytes -= 16;
     barrier.complete_if_all_is_there();
@@ -191,6 +205,13 @@ void store_pair(void* place, float low, float high) {
     const float2 pair = {low, high};
     store(place, &pair, 8);
 }
+template <typename Element>
+float2 load_pair(const void* source) {
+    float2 pair;
+    if (reinterpret_cast<size_t>(source) % 8) failure = "a load that is not aligned";
+    memcpy(&pair, source, 8);
+    return pair;
+}
 template <int COUNT>
 void store_matrices(unsigned address, const unsigned (&words)[COUNT]) {
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 32;
@@ -208,26 +229,30 @@ void store_matrices(unsigned address, const unsigned (&words)[COUNT]) {
 }
 
 // Tensor cores.
-struct Product { unsigned a[4]; unsigned long long b; bool accumulate; float* sums; int columns; };
+struct Product { unsigned a[4]; unsigned long long b; bool accumulate; float* sums; int columns; unsigned group; };
 std::vector<Product> asked[MOST_THREADS];
-bool committed[MOST_THREADS];
-unsigned groups[MOST_THREADS];  // of products, counted from a random number; every second one is computed at once
+unsigned committed[MOST_THREADS], waited[MOST_THREADS];  // groups of products, counted from a random number
 void warpgroup_fence() {}
-void compute_products();
+void compute_products(unsigned pending);
 void warpgroup_commit() {
-    committed[threadIdx.x] = true;
-    if (++groups[threadIdx.x] % 2) compute_products();
+    if (++committed[threadIdx.x] / 2 % 2) compute_products(0);  // two are computed at once, two when they are waited for
+}
+void ask(float* sums, int columns, const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+    asked[threadIdx.x].push_back({{a[0], a[1], a[2], a[3]}, b, accumulate, sums, columns, committed[threadIdx.x] + 1});
+    for (int i = 0; i < columns / 2 && !accumulate; ++i) sums[i] = NAN;
 }
 template <typename Element, int N>
 void warpgroup_mma(float (&sums)[N / 2], const unsigned long long (&a)[2], unsigned long long b, bool accumulate) {
-    const unsigned words[] = {unsigned(a[0]), unsigned(a[0] >> 32), unsigned(a[1]), unsigned(a[1] >> 32)};
-    asked[threadIdx.x].push_back({{words[0], words[1], words[2], words[3]}, b, accumulate, sums, N});
-    for (float& sum : sums) if (!accumulate) sum = NAN;
+    ask(sums, N, {unsigned(a[0]), unsigned(a[0] >> 32), unsigned(a[1]), unsigned(a[1] >> 32)}, b, accumulate);
+}
+template <int N>
+void warpgroup_mma_tf32(float (&sums)[N / 2], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+    ask(sums, N, a, b, accumulate);
 }
 template <int COUNT>
 void warpgroup_results(float (&)[COUNT]) {}
-template <int COUNT>
-void warpgroup_operands(unsigned long long (&)[COUNT][2]) {}
+template <typename Operands>
+void warpgroup_operands(Operands&) {}
 template <typename Element>
 float element_at(const void* place) {
     if constexpr (sizeof(Element) == 4) {
@@ -258,34 +283,37 @@ void compute(unsigned which) {
     if (product.b >> 49) failure = "an operand of another layout";
     for (int v = 0; v < product.columns / 2; ++v) {
         const int column = v / 4 * 8 + 2 * t + v % 2;
-        float sum = product.accumulate ? product.sums[v] : 0;
+        double sum = product.accumulate ? product.sums[v] : 0;
         for (int k = 0; k < DEPTH; ++k) {
             const unsigned chunk = start + column / 8 * stride + k / PER_CHUNK * leading + column % 8 * 16;
-            sum += rows[v % 4 / 2][k] * element_at<Element>(shared + chunk + k % PER_CHUNK * SIZE);
+            sum += static_cast<double>(rows[v % 4 / 2][k]) * element_at<Element>(shared + chunk + k % PER_CHUNK * SIZE);
         }
-        product.sums[v] = sum;
+        const float nearest = sum;
+        product.sums[v] = std::abs(nearest) > std::abs(sum) ? std::nextafter(nearest, 0.0f) : nearest;  // toward zero
     }
 }
-void wait_for_products();
+void wait_for_products(unsigned pending);
 template <int PENDING>
-void warpgroup_wait() {
-    static_assert(PENDING == 0, "what the kernel waits for");
-    wait_for_products();
-}
+void warpgroup_wait() { wait_for_products(PENDING); }
 """
 
 MAIN = r"""
-void compute_products() {
+void compute_products(unsigned pending) {
+    auto& products = asked[threadIdx.x];
+    unsigned count = 0;
+    while (count < products.size() && products[count].group + pending <= committed[threadIdx.x]) ++count;
     warpgroup_sync();
-    for (unsigned i = 0; i < asked[threadIdx.x].size(); ++i) compute<ELEMENT>(i);
+    for (unsigned i = 0; i < count; ++i) compute<ELEMENT>(i);
     warpgroup_sync();
-    asked[threadIdx.x].clear();
+    products.erase(products.begin(), products.begin() + count);
 }
-void wait_for_products() {
-    if (!committed[threadIdx.x]) failure = "products that are not committed";
-    committed[threadIdx.x] = false;
+void wait_for_products(unsigned pending) {
+    const unsigned last = committed[threadIdx.x];
+    const auto& products = asked[threadIdx.x];
+    if (!products.empty() && products.back().group > last) failure = "products that are not committed";
     for (int i = draw() % 4; i > 0; --i) rest();
-    compute_products();
+    compute_products(pending);
+    waited[threadIdx.x] = last - pending;
 }
 static std::function<void()> program;
 static void run() {
@@ -295,14 +323,15 @@ static void run() {
 }
 extern "C" __attribute__((visibility("default"))) const char* run_block(
     int number, int seed, int grid, int block, int group, const void* x, const void* filter, const float* bias,
-    const float* mean, const float* std, void* y, unsigned char* counts, long long y_bytes, const StemParams* params,
-    int stripe_rows) {
+    const float* mean, const float* std, void* y, unsigned char* counts, long long y_bytes, long long filter_bytes,
+    const StemParams* params, int stripe_rows) {
     kernel_number = number;
     draw.seed(seed);
     failure = nullptr;
     block_threads = THREADS;
     gridDim.x = grid, blockIdx.x = block, blockIdx.y = group;
     y_begin = static_cast<unsigned char*>(y), y_end = y_begin + y_bytes, writes = counts;
+    filters_begin = static_cast<const unsigned char*>(filter), filters_end = filters_begin + filter_bytes;
     memset(shared, 0xff, sizeof shared);
     barriers_at.clear();
     fetches.clear();
@@ -317,14 +346,15 @@ extern "C" __attribute__((visibility("default"))) const char* run_block(
     for (int i = 0; i < THREADS; ++i) {
         stacks[i].resize(1 << 16);
         asked[i].clear();
-        groups[i] = seed;
-        committed[i] = may_touch[i] = unfenced[i] = threads[i].ended = false;
+        committed[i] = waited[i] = seed;
+        may_touch[i] = unfenced[i] = threads[i].ended = false;
         getcontext(&threads[i].context);
         threads[i].context.uc_stack.ss_sp = stacks[i].data();
         threads[i].context.uc_stack.ss_size = stacks[i].size();
         makecontext(&threads[i].context, run, 0);
     }
     const int slow = draw() % (THREADS / 128 + 1);  // which warpgroup, or none
+    slow_filters = draw() % 2;
     for (int idle = 0, ended = 0; ended < THREADS && !failure;) {
         for (int i = draw() % 128; i > 0 && !fetches.empty() && !failure; --i) go_on_fetching();
         const int warp = draw() % (THREADS / 32);
@@ -338,11 +368,12 @@ extern "C" __attribute__((visibility("default"))) const char* run_block(
             ended += threads[current].ended;
         }
         idle = progress ? 0 : idle + 1;
-        if (idle == 2000) failure = "nobody can go on";
+        if (idle == 20000) failure = "nobody can go on";
     }
-    if (!failure && barriers_at.size() != sizeof(Barriers) / 8) failure = "barriers that are not initialised";
-    for (const bool waits : committed) {
-        if (!failure && waits) failure = "products that nobody waits for";
+    const bool works = !barriers_at.empty();
+    if (!failure && works && barriers_at.size() != sizeof(Barriers) / 8) failure = "barriers that are not initialised";
+    for (int i = 0; i < THREADS; ++i) {
+        if (!failure && waited[i] != committed[i]) failure = "products that nobody waits for";
     }
     if (!failure && !fetches.empty()) failure = "a fetch that nobody waits for";
     return failure;

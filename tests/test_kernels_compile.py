@@ -210,20 +210,21 @@ def test_two_blocks_of_the_stem_on_wgmma_fit_and_have_the_registers_that_their_w
         assert (shared + SHARED_RESERVED) * 2 <= SHARED_PER_SM
 
 
-def test_a_block_of_the_stem_for_tf32_fits_and_has_the_registers_that_its_warpgroups_share(compiled) -> None:
+def test_a_block_of_the_stem_for_fp32_fits_and_has_the_registers_that_its_warpgroups_share(compiled) -> None:
     text = load_program(find_kernel(stem_wgmma_tf32.SOURCE)).text
-    ((producer,), (consumer,)) = (
+    ((other,), (consumer,)) = (
         re.findall(rf"setmaxnreg\.{way}\.sync\.aligned\.u32 (\d+);", text) for way in ("dec", "inc")
     )
-    registers = stem_wgmma_tf32.WARPGROUP * (int(producer) + stem_wgmma_tf32.CONSUMERS * int(consumer))
+    others = stem_wgmma_tf32.THREADS // stem_wgmma_tf32.WARPGROUP - stem_wgmma_tf32.CONSUMERS
+    registers = stem_wgmma_tf32.WARPGROUP * (others * int(other) + stem_wgmma_tf32.CONSUMERS * int(consumer))
     for defines in filter(
         lambda defines: is_compiled_here(stem_wgmma_tf32.SOURCE, defines), stem_wgmma_tf32.configurations()
     ):
         used = compiled[form_on_h100(stem_wgmma_tf32.SOURCE, defines)].result().resources[stem_wgmma_tf32.SOURCE]
         assert registers <= used.registers * stem_wgmma_tf32.THREADS <= REGISTERS_PER_SM
-        assert int(producer) < used.registers < int(consumer)
-        pixels = int(defines["COLUMNS"]) * stem_wgmma_tf32.CONSUMERS
-        shared = stem_wgmma_tf32.shared_memory(pixels, str(defines["INPUT"]), int(defines["CHANNELS"]))
+        assert int(other) < used.registers < int(consumer)
+        products, pixels, channels = (int(defines[name]) for name in ("PRODUCTS", "PIXELS", "CHANNELS"))
+        shared = stem_wgmma_tf32.shared_memory(products, pixels, str(defines["INPUT"]), channels)
         assert used.shared_memory + shared <= H100.shared_memory_per_block
 
 

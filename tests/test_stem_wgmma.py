@@ -10,8 +10,9 @@ from wgmma_support import assert_constants, parameters
 
 from cupy_resnet.conv2d import H100, PRECISIONS, Device, stem, stem_choice, stem_wgmma, stem_wgmma_tf32
 from cupy_resnet.conv2d.stem_wgmma import COSTS, PIXELS, Costs, Tiling, column_tiles, tiling
-from cupy_resnet.conv2d.stem_wgmma_tf32 import TAPS, in_steps
+from cupy_resnet.conv2d.stem_wgmma_tf32 import TAP_COLUMNS, in_steps
 from cupy_resnet.conv2d.variants import NULL, Filter
+from cupy_resnet.conv2d.wgmma_3xtf32 import split_tf32
 from cupy_resnet.explanation import explain
 from cupy_resnet.jit import launching, list_kernels
 from cupy_resnet.kernels import configurations
@@ -31,7 +32,8 @@ SMS = H100.sm_count
         ("bf16", H100, NAME),
         ("tf32", H100, TF32_NAME),
         ("tf32", A100, "conv2d_stem"),
-        ("fp32-tc", H100, "conv2d_stem"),
+        ("fp32-tc", H100, TF32_NAME),
+        ("fp32-tc", A100, "conv2d_stem"),
         ("fp32", H100, None),
         ("fp16", A100, "conv2d_stem"),
         ("fp16", B200, "conv2d_stem"),
@@ -56,8 +58,14 @@ def test_the_kernel_of_a_stem(precision: str, gpu: Device, kernel: str | None) -
     ],
 )
 def test_few_outputs_are_computed_by_the_other_kernel(x_shape: tuple[int, ...], K: int, kernel: str | None) -> None:
-    """None: the kernel for Hopper. That for TF32 is the faster for any number."""
-    for precision, chosen in (("fp16", kernel or NAME), ("bf16", kernel or NAME), ("tf32", TF32_NAME)):
+    """None: the kernel for Hopper. That for fp32 is the faster for any number."""
+    of_two_bytes = kernel or NAME
+    for precision, chosen in {
+        "fp16": of_two_bytes,
+        "bf16": of_two_bytes,
+        "tf32": TF32_NAME,
+        "fp32-tc": TF32_NAME,
+    }.items():
         assert stem_choice.choose_stem(PRECISIONS[precision], x_shape, (K, 7, 7, 3), H100) == (chosen, "")
 
 
@@ -81,31 +89,31 @@ def test_what_it_supports(
 @pytest.mark.parametrize(
     ("precision", "x_shape", "gpu", "reason"),
     [
-        ("fp16", (2, 224, 224, 3), H100, "computes in tf32, not in fp16"),
-        ("fp32-tc", (2, 224, 224, 3), H100, "computes in tf32, not in fp32-tc"),
+        ("fp16", (2, 224, 224, 3), H100, "computes in tf32 or fp32-tc, not in fp16"),
         ("tf32", (2, 224, 224, 3), A100, "needs compute capability 9.0, A100 has 8.0"),
         ("tf32", (2**24, 999, 5, 3), H100, "has more tiles than an int counts"),
         ("tf32", (2, 1, 1, 3), H100, ""),
+        ("fp32-tc", (2, 224, 224, 3), H100, ""),
     ],
 )
-def test_what_the_one_for_tf32_supports(precision: str, x_shape: tuple[int, ...], gpu: Device, reason: str) -> None:
+def test_what_the_one_for_fp32_supports(precision: str, x_shape: tuple[int, ...], gpu: Device, reason: str) -> None:
     supported = stem_wgmma_tf32.supports_stem_wgmma_tf32(PRECISIONS[precision], x_shape, (64, 7, 7, 3), gpu)
     assert supported == (not reason, reason)
 
 
 @pytest.mark.parametrize(
     ("precision", "gpu", "kernel"),
-    [("fp16", H100, NAME), ("tf32", H100, TF32_NAME), ("fp16", A100, "conv2d_stem"), ("tf32", A100, "conv2d_stem")],
+    [("fp16", H100, NAME), ("fp32-tc", H100, TF32_NAME), ("fp16", A100, "conv2d_stem"), ("tf32", A100, "conv2d_stem")],
 )
 def test_explain_names_it(precision: str, gpu: Device, kernel: str) -> None:
     steps = explain(describe("resnet18"), (32, 3, 224, 224), engine="cuda", device=gpu, precision=precision)
     assert [step.kernel for step in steps if step.record.op == "stem"] == [kernel]
 
 
-@pytest.mark.parametrize(("name", "precisions"), [(NAME, 2), (TF32_NAME, 1)])
-def test_every_form_is_compiled_for_nothing_but_sm_90a(name: str, precisions: int) -> None:
+@pytest.mark.parametrize("name", [NAME, TF32_NAME])
+def test_every_form_is_compiled_for_nothing_but_sm_90a(name: str) -> None:
     forms = configurations(name)
-    assert len({tuple(form.items()) for form in forms}) == len(forms) == precisions * 4 * 4 * len(PIXELS)
+    assert len({tuple(form.items()) for form in forms}) == len(forms) == 2 * 4 * 4 * len(PIXELS)
     (kernel,) = [kernel for kernel in list_kernels() if kernel.name == name]
     assert kernel.min_arch_of({}) == "sm_90a"
 
@@ -131,38 +139,59 @@ def test_the_launch_agrees_with_the_kernels_constants(pixels: int, element: str,
 
 
 @pytest.mark.parametrize(
-    ("pixels", "element", "channels"),
-    [(64, "float", 4), (80, "Half", 3), (112, "BFloat16", 1), (112, "unsigned char", 4)],
+    ("precision", "pixels", "element", "channels"),
+    [
+        ("tf32", 64, "float", 4),
+        ("tf32", 80, "Half", 3),
+        ("tf32", 112, "float", 4),
+        ("tf32", 112, "unsigned char", 4),
+        ("fp32-tc", 64, "BFloat16", 1),
+        ("fp32-tc", 112, "float", 3),
+        ("fp32-tc", 112, "float", 4),
+    ],
 )
-def test_the_launch_for_tf32_agrees_with_the_kernels_constants(pixels: int, element: str, channels: int) -> None:
+def test_the_launch_for_fp32_agrees_with_the_kernels_constants(
+    precision: str, pixels: int, element: str, channels: int
+) -> None:
     pytest.importorskip("cupy")
-    shared = stem_wgmma_tf32.shared_memory(pixels, element, channels)
+    products = PRECISIONS[precision].products
+    shared = stem_wgmma_tf32.shared_memory(products, pixels, element, channels)
     expected = {
         "THREADS": stem_wgmma_tf32.THREADS,
         "FILTERS": stem_wgmma.FILTERS,
-        "MIN_BLOCKS": stem_wgmma_tf32.COSTS.blocks_per_multiprocessor,
+        "MIN_BLOCKS": stem_wgmma_tf32.COSTS[products].blocks_per_multiprocessor,
         "SHARED_BYTES": shared,
-        "4 * ACCUMULATORS": pixels,
-        "PIXELS": pixels,
-        "STEPS": stem_wgmma_tf32.STEPS,
+        "STEPS": 7 * channels,
+        "PARTS": 1 if products == 1 else 2,
         "sizeof(StemParams)": stem.PARAMS_DTYPE.itemsize,
     }
-    assert_constants(TF32_NAME, stem_wgmma_tf32._defines(element, channels, pixels), expected)
-    assert shared + 4 * 256 * channels + 2048 <= H100.shared_memory_per_block
+    assert_constants(TF32_NAME, stem_wgmma_tf32._defines(precision, element, channels, pixels), expected)
+    assert shared + 4 * 256 * channels + 1024 <= H100.shared_memory_per_block
 
 
-def test_a_filter_for_tf32_has_every_tap_once_and_zeros_beside() -> None:
-    taps = [tap for tap in TAPS if tap is not None]
-    assert sorted(taps) == [(r, s) for r in range(7) for s in range(7)]
-    weight = np.arange(1, 128 * 49 * 3 + 1, dtype=np.float32).reshape(128, 7, 7, 3)
-    steps = in_steps(weight, np)
-    assert steps.shape == (2, 25, 128, 4)
-    np.testing.assert_array_equal(np.sort(steps[steps > 0]), weight.ravel())
-    # Group 1, step 2, warp 2, g = 5, t = 1: of filters 64 + 42 and 64 + 43 channel 1 of the step's taps.
-    (r, s), (r2, s2) = (0, 1), (0, 3)
-    assert TAPS[4:6] == ((r, s), (r2, s2))
-    word = [weight[106, r, s, 1], weight[107, r, s, 1], weight[106, r2, s2, 1], weight[107, r2, s2, 1]]
-    np.testing.assert_array_equal(steps[1, 2, 2 * 32 + 5 * 4 + 1], word)
+def test_a_filter_in_steps_has_every_tap_once_and_zeros_beside() -> None:
+    weight = np.arange(1, 128 * 49 * 3 + 1, dtype=np.float32).reshape(128, 7, 7, 3)  # whole numbers of TF32 and a rest
+    high, low = split_tf32(weight)
+    for products, parts in ((1, (high,)), (3, (high, low))):
+        steps = in_steps(weight, products, np)
+        assert steps.shape == (2, 21, len(parts), 2, 64, 4)
+        assert steps.flags.c_contiguous
+        for number, part in enumerate(parts):
+            assert not steps[:, :, number, 1, :, 3].any(), "an eighth row"
+            in_order = np.concatenate((steps[:, :, number, 0], steps[:, :, number, 1, :, :3]), axis=-1)
+            # Group, channel, column, filter, row.
+            back = in_order.reshape(2, 3, 7, 64, 7)[:, :, np.argsort(TAP_COLUMNS)]
+            np.testing.assert_array_equal(back.transpose(0, 3, 4, 2, 1).reshape(weight.shape), part)
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, 0x7F800000, 0xFF800000])
+def test_a_filter_that_is_not_finite_stays_so(bits: int) -> None:
+    """A NaN of which rounding makes a zero, and one of which cutting off makes infinity, too."""
+    weight = np.zeros((64, 7, 7, 3), np.float32)
+    weight.view(np.uint32)[5, 0, 0, 0] = bits
+    word = in_steps(weight, 1, np)[0, 0, 0, 0, 5, 0]
+    np.testing.assert_array_equal(word, weight[5, 0, 0, 0])
+    assert (word.view(np.uint32) & np.uint32(0x1FFF)) == 0 or np.isnan(word)
 
 
 # How the pooled map is cut ------------------------------------------------------------------------------------------
@@ -182,7 +211,7 @@ def test_tiles_have_every_pooled_column_once(pixels: int) -> None:
 @pytest.mark.parametrize("size", [(1, 1), (7, 3), (56, 56), (57, 58), (75, 75), (128, 128)])
 @pytest.mark.parametrize("N", [1, 2, 8, 37, 256])
 @pytest.mark.parametrize("K", [64, 128])
-@pytest.mark.parametrize("costs", [COSTS, stem_wgmma_tf32.COSTS], ids=["", "tf32"])
+@pytest.mark.parametrize("costs", [COSTS, *stem_wgmma_tf32.COSTS.values()], ids=["", "tf32", "fp32-tc"])
 def test_a_cut_is_sensible(size: tuple[int, int], N: int, K: int, costs: Costs) -> None:
     cut = tiling((N, *size, K), SMS, costs)
     assert cut.pixels in PIXELS
@@ -215,8 +244,9 @@ def test_cuts_of_imagenets_map(N: int, cut: Tiling) -> None:
         (256, Tiling(112, 56, 256)),
     ],
 )
-def test_cuts_of_imagenets_map_for_tf32(N: int, cut: Tiling) -> None:
-    assert tiling((N, 56, 56, 64), SMS, stem_wgmma_tf32.COSTS) == cut
+def test_cuts_of_imagenets_map_for_fp32(N: int, cut: Tiling) -> None:
+    for costs in stem_wgmma_tf32.COSTS.values():
+        assert tiling((N, 56, 56, 64), SMS, costs) == cut
 
 
 # The launch ---------------------------------------------------------------------------------------------------------
@@ -246,7 +276,8 @@ def launched(
     monkeypatch.setattr(module, "multiprocessors_of", lambda device: SMS)
     x = Array((8, 224, 224, 3), np.float32, (4 * 3 * 224 * 224, 4 * 224, 4, 4 * 224 * 224))
     y: Any = Array((8, 56, 56, 64), PRECISIONS[precision].storage)
-    filter: Any = Filter("weight", {module.SOURCE: "cells"})  # type: ignore[arg-type, dict-item]
+    keys = (module.SOURCE, f"{module.SOURCE} {PRECISIONS[precision].products}")
+    filter: Any = Filter("weight", dict.fromkeys(keys, "cells"))  # type: ignore[arg-type]
     launch(x, filter, "bias", *vectors, y, PRECISIONS[precision])
     (call,) = made
     return call, x, y
@@ -279,13 +310,15 @@ def test_the_launch(monkeypatch: pytest.MonkeyPatch, vectors: Any) -> None:
 
 
 @either_way
-def test_the_launch_for_tf32(monkeypatch: pytest.MonkeyPatch, vectors: Any) -> None:
+@pytest.mark.parametrize("precision", ["tf32", "fp32-tc"])
+def test_the_launch_for_fp32(monkeypatch: pytest.MonkeyPatch, vectors: Any, precision: str) -> None:
     launch = stem_wgmma_tf32.launch_stem_wgmma_tf32
-    call, x, y = launched(monkeypatch, stem_wgmma_tf32, launch, "tf32", vectors)
+    call, x, y = launched(monkeypatch, stem_wgmma_tf32, launch, precision, vectors)
     kernel, grid, block, arguments, options = call
-    cut = tiling(y.shape, SMS, stem_wgmma_tf32.COSTS)
-    assert kernel == (TF32_NAME, stem_wgmma_tf32._defines("float", 3, cut.pixels))
-    assert (grid, block) == ((min(cut.units, SMS), 1), (384,))
-    assert options == {"shared": stem_wgmma_tf32.shared_memory(cut.pixels, "float", 3), "waits": True}
+    products = PRECISIONS[precision].products
+    cut = tiling(y.shape, SMS, stem_wgmma_tf32.COSTS[products])
+    assert kernel == (TF32_NAME, stem_wgmma_tf32._defines(precision, "float", 3, cut.pixels))
+    assert (grid, block) == ((min(cut.units, SMS), 1), (512,))
+    assert options == {"shared": stem_wgmma_tf32.shared_memory(products, cut.pixels, "float", 3), "waits": True}
     given = assert_arguments(TF32_NAME, arguments, x, y, vectors)
     assert bytes(launching._as_bytes(given["stripe_rows"])) == np.int32(cut.stripe_rows).tobytes()

@@ -31,8 +31,8 @@ FEW_OUTPUTS = 16 * 56 * 56 * 64
 
 A block of that has filters to bring to its registers and a ring of rows to fill before its first product. Measured on
 an H200 in fp16 with images of 224 × 224: conv2d_stem takes 4.4 µs against 7.0 for one image, 11.8 against 12.9 for 8,
-but 36.5 against 29.3 for 32. conv2d_stem_wgmma_tf32 is the faster for any number: in float32 from torch 7.8 µs against
-9.5 for one image, 20.5 against 25.5 for 8, 41 against 82 for 32 and 286 against 607 for 256.
+but 36.5 against 29.3 for 32. conv2d_stem_wgmma_tf32 is chosen for any number: for a few images it takes about as long
+in TF32, otherwise less (kernels_cu/README.md has the figures).
 """
 
 

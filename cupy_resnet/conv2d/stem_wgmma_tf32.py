@@ -1,4 +1,4 @@
-"""The launch of conv2d_stem_wgmma_tf32, the stem on Hopper's warpgroup instructions in TF32."""
+"""The launch of conv2d_stem_wgmma_tf32, the stem on Hopper's warpgroup instructions in TF32 and fp32-tc."""
 
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -7,62 +7,51 @@ import numpy as np
 
 from .. import jit
 from .device import Device
-from .precision import Precision
+from .precision import PRECISIONS, Precision
 from .stem import INPUTS, multiprocessors_of, stem_params
 from .stem_wgmma import FILTERS, PIXELS, Costs, launch_grid, stage_bytes, supports_stem_on_hopper, tiling
 from .variant import NULL, Filter, Support
+from .wgmma_3xtf32 import split_tf32
 
 if TYPE_CHECKING:
     import cupy
 
 SOURCE = "conv2d_stem_wgmma_tf32"
 CONSUMERS, WARPGROUP = 2, 128
-THREADS = (1 + CONSUMERS) * WARPGROUP
-PRECISION_NAMES = ("tf32",)
+THREADS = (2 + CONSUMERS) * WARPGROUP
+PRECISION_NAMES = ("tf32", "fp32-tc")
 
-COSTS = Costs(
-    blocks_per_multiprocessor=1,  # registers hold the filters
-    cycles_per_row_and_pixel=12.5,  # 25 instructions, each of which takes half a cycle per column
-    cycles_after_a_row=100,  # one consumer rounds sums while the other multiplies
-    cycles_before_a_unit=100,
-)
+COSTS = {
+    products: Costs(
+        blocks_per_multiprocessor=1,  # shared memory holds the filters
+        cycles_per_row_and_pixel=10.5 * products,  # 21 instructions for 3 channels, which take 32 cycles for 64 outputs
+        cycles_after_a_row=100,  # one consumer stores its sums while the other multiplies
+        cycles_before_a_unit=100,
+    )
+    for products in (1, 3)
+}
+"""TF32 products per product → costs."""
+
+TAP_COLUMNS = (0, 2, 4, 6, 1, 3, 5)
+"""Columns of the filter in the order of the depth: those that meet odd columns of the image, then the others."""
 
 _PAIRS = 8  # of input rows in shared memory
-_STAGES = 4  # pairs of them on their way there
-_CHANNELS = 4  # of a pixel where it is multiplied
-
-Tap = tuple[int, int]
-
-
-def _taps() -> tuple[Tap | None, ...]:
-    """(row, column) of the filter, in the order of the depth; None: zeros."""
-    taps: list[Tap | None] = []
-    for r in (0, 2, 4, 6):
-        rows = (r, r + 1) if r < 6 else (r,)
-        taps += [(row, s) for row in rows for s in (0, 2, 4, 6, 1, 3)]
-        taps += [(row, 5) for row in rows]
-    return (*taps, None)
-
-
-TAPS = _taps()
-"""An instruction multiplies two of them, each 4 channels deep."""
-
-STEPS = len(TAPS) // 2
+_GROUP = 16  # outputs that a warp computes at a time
 
 
 def configurations() -> list[dict[str, int | str]]:
     """Returns every set of ``#define``s that the kernel is compiled with, the commonest first."""
     return [
-        _defines(element, channels, pixels)
+        _defines(precision, element, channels, pixels)
+        for precision in PRECISION_NAMES
         for element in dict.fromkeys(("float", *INPUTS.values()))
         for channels in (3, 1, 2, 4)
         for pixels in reversed(PIXELS)
     ]
 
 
-def _defines(element: str, channels: int, pixels: int) -> dict[str, int | str]:
-    columns = pixels // CONSUMERS
-    return {"INPUT": element, "CHANNELS": channels, "COLUMNS": columns, "ACCUMULATORS": columns // 2}
+def _defines(precision: str, element: str, channels: int, pixels: int) -> dict[str, int | str]:
+    return {"PRODUCTS": PRECISIONS[precision].products, "INPUT": element, "CHANNELS": channels, "PIXELS": pixels}
 
 
 def supports_stem_wgmma_tf32(
@@ -96,65 +85,73 @@ def launch_stem_wgmma_tf32(
         bias: (K,) float32.
         mean, std: (C,) float32, or None.
         y: (N, PP, PQ, K) as `pooled_shape` says, C-contiguous, float32, not empty.
-        precision: TF32.
+        precision: the network's, one of `PRECISION_NAMES`.
     """
-    K, C = y.shape[3], x.shape[3]
+    K, C, products = y.shape[3], x.shape[3], precision.products
     sm_count = multiprocessors_of(x.device.id)
-    cut = tiling(y.shape, sm_count, COSTS)
-    kernel = jit.get_function(SOURCE, defines=_cached_defines(str(x.dtype), C, cut.pixels))
+    cut = tiling(y.shape, sm_count, COSTS[products])
+    kernel = jit.get_function(SOURCE, defines=_cached_defines(precision.name, str(x.dtype), C, cut.pixels))
     params = stem_params(x.shape, tuple(stride // x.itemsize for stride in x.strides), K)
     vectors = (NULL, NULL) if mean is None else (mean, std)
-    arguments = (x, step_filter(filter), bias, *vectors, y, params, np.int32(cut.stripe_rows))
-    shared = shared_memory(cut.pixels, INPUTS[str(x.dtype)], C)
-    jit.launch(kernel, launch_grid(cut, K, sm_count, COSTS), (THREADS,), arguments, shared=shared, waits=True)
+    arguments = (x, step_filter(filter, products), bias, *vectors, y, params, np.int32(cut.stripe_rows))
+    shared = shared_memory(products, cut.pixels, INPUTS[str(x.dtype)], C)
+    grid = launch_grid(cut, K, sm_count, COSTS[products])
+    jit.launch(kernel, grid, (THREADS,), arguments, shared=shared, waits=True)
 
 
 @lru_cache(maxsize=256)
-def _cached_defines(dtype: str, channels: int, pixels: int) -> dict[str, int | str]:
-    return _defines(INPUTS[dtype], channels, pixels)
+def _cached_defines(precision: str, dtype: str, channels: int, pixels: int) -> dict[str, int | str]:
+    return _defines(precision, INPUTS[dtype], channels, pixels)
 
 
-def step_filter(filter: Filter) -> "cupy.ndarray":
-    """Returns the filter as `in_steps` lays it out; made once per filter."""
-    key = SOURCE
+def step_filter(filter: Filter, products: int) -> "cupy.ndarray":
+    """Returns the filter as `in_steps` lays it out; made once per filter and number of products."""
+    key = f"{SOURCE} {products}"
     if key not in filter.packed:
         import cupy
 
-        steps = cupy.ascontiguousarray(in_steps(filter.weight, cupy))
+        steps = in_steps(filter.weight, products, cupy)
         # Published only when it is there: another thread may use it on a stream that is not ordered after this one.
         cupy.cuda.get_current_stream().synchronize()
         filter.packed[key] = steps
     return filter.packed[key]
 
 
-def in_steps(weight: "cupy.ndarray", xp: Any) -> "cupy.ndarray":
-    """Returns a (K, 7, 7, C) filter as (K / 64, STEPS, 128, 4): what each thread of a consumer holds of a step.
+def in_steps(weight: "cupy.ndarray", products: int, xp: Any) -> "cupy.ndarray":
+    """Returns a (K, 7, 7, C) filter as tensor cores read it, (K / 64, 7 · C, parts, 2, 64, 4), C-contiguous.
 
-    A warp's part of the operand is 16 filters. With g = lane / 4 and t = lane % 4, a thread has channel t of filters
-    2g and 2g + 1, first of one of the step's two taps, then of the other.
+    A step of the depth is a column of the filter in one channel: for each of 64 filters rows 0 to 3, and then for each
+    of them rows 4 to 6 and a zero.
 
     Args:
-        weight: array of the module `xp`.
+        weight: float32 array of the module `xp`.
+        products: 1: the one part is the nearest TF32; 3: that is the first part, and `split_tf32` makes two.
         xp: CuPy or NumPy.
     """
-    K, _, _, C = weight.shape
-    depth = xp.zeros((K, len(TAPS), _CHANNELS), weight.dtype)
-    for number, tap in enumerate(TAPS):
-        if tap is not None:
-            depth[:, number, :C] = weight[:, tap[0], tap[1]]
-    groups, warps = K // FILTERS, WARPGROUP // 32
-    parts = depth.reshape(groups, warps, 8, 2, STEPS, 2, _CHANNELS)  # group, warp, g, filter, step, tap, t
-    return parts.transpose(0, 4, 1, 2, 6, 5, 3).reshape(groups, STEPS, WARPGROUP, 4)
+    K, R, S, C = weight.shape
+    rows = xp.zeros((K, 8, S, C), weight.dtype)
+    rows[:, :R] = weight
+    by_step = rows[:, :, list(TAP_COLUMNS)].reshape(K // FILTERS, FILTERS, 2, 4, S, C).transpose(0, 5, 4, 2, 1, 3)
+    steps = xp.ascontiguousarray(by_step.reshape(K // FILTERS, C * S, 2, FILTERS, 4))
+    high, low = split_tf32(steps)
+    if products == 3:
+        return xp.stack((high, low), axis=2)
+    return xp.where(xp.isnan(steps), steps.dtype.type(np.nan), high)[:, :, None]
 
 
-def shared_memory(pixels: int, element: str, channels: int) -> int:
+def shared_memory(products: int, pixels: int, element: str, channels: int) -> int:
     """Bytes of dynamic shared memory, by the constants of the kernel's source.
 
     Args:
+        products: TF32 products per product, 1 or 3.
         pixels: columns of the convolution in a tile.
         element: the pixels' C++ type.
         channels: of the image.
     """
-    row = (2 * pixels + 5) * 16
-    zeros = pixels // CONSUMERS * 16
-    return _PAIRS * 2 * row + zeros + _STAGES * stage_bytes(pixels, element, channels)
+    words = (channels * (2 * pixels + 6) + 23) // 32 * 32 + 8  # of a row of input
+    parts = 2 if products == 3 else 1
+    filters = channels * 7 * parts * FILTERS * 32
+    crowded = products * channels > 9
+    rows, stages = (2, 2) if crowded else (3, 4)
+    pooled_row = (pixels // 2 + pixels // _GROUP) * FILTERS * 4
+    return _PAIRS * 2 * words * 4 + filters + rows * pooled_row + stages * stage_bytes(pixels, element, channels)

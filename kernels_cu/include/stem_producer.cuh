@@ -1,5 +1,6 @@
-// The warpgroup that brings input rows to where the tensor cores read them. Included by a kernel of a stem on Hopper behind its
-// constants, Barriers and role_sync, and behind what it consists of: stem_units.cuh, stem_pixels.cuh, and the kernel's cells.
+// The warpgroup that brings input rows to where they are multiplied. Included by a kernel of a stem on Hopper behind its
+// constants, Barriers, role_sync and pair_stored, and behind what it consists of: stem_units.cuh, stem_pixels.cuh, and the
+// kernel's cells or words.
 #pragma once
 
 #include "normalize.cuh"
@@ -53,8 +54,6 @@ __device__ __forceinline__ void produce(const INPUT* x, const float* mean, const
             unsigned char* const pair = shared + place * PAIR_BYTES;
             normalize ? store_cells<true>(pair, cells, conversion) : store_cells<false>(pair, cells, conversion);
         }
-        written_for_storing();  // the tensor cores read as the accelerator does
-        __syncwarp();
-        if (thread % 32 == 0) barrier_arrive(shared_address(&barriers.full[place]));
+        pair_stored(shared_address(&barriers.full[place]));
     }
 }

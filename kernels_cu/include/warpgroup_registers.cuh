@@ -8,6 +8,15 @@
 
 #include "warpgroup.cuh"
 
+// Call before the fence in front of instructions that take `words` from registers: they are complete by then.
+template <int COUNT>
+__device__ __forceinline__ void warpgroup_operands(unsigned (&words)[COUNT][4]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        asm volatile("" : "+r"(words[i][0]), "+r"(words[i][1]), "+r"(words[i][2]), "+r"(words[i][3])::"memory");
+    }
+}
+
 // sums = a · b, or sums += a · b if `accumulate`, for 64 rows, N columns and a depth of 8 TF32.
 template <int N>
 __device__ __forceinline__ void warpgroup_mma_tf32(float (&sums)[N / 2], const unsigned (&a)[4], unsigned long long b,

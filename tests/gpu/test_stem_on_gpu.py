@@ -23,7 +23,12 @@ FORMS = [
 """(kernel, precision)"""
 every_kernel = pytest.mark.parametrize(
     ("kernel", "precision"),
-    [("conv2d_stem", "fp16"), ("conv2d_stem_wgmma", "fp16"), ("conv2d_stem_wgmma_tf32", "tf32")],
+    [
+        ("conv2d_stem", "fp16"),
+        ("conv2d_stem_wgmma", "fp16"),
+        ("conv2d_stem_wgmma_tf32", "tf32"),
+        ("conv2d_stem_wgmma_tf32", "fp32-tc"),
+    ],
 )
 every_form = pytest.mark.parametrize(("kernel", "precision"), FORMS)
 
@@ -255,7 +260,9 @@ def test_offsets_beyond_2_to_the_31(kernel: str, precision: str) -> None:
 
 @pytest.mark.parametrize("pixels", PIXELS)
 @pytest.mark.parametrize(
-    ("module", "precision"), [(stem_wgmma, "fp16"), (stem_wgmma_tf32, "tf32")], ids=["fp16", "tf32"]
+    ("module", "precision"),
+    [(stem_wgmma, "fp16"), (stem_wgmma_tf32, "tf32"), (stem_wgmma_tf32, "fp32-tc")],
+    ids=["fp16", "tf32", "fp32-tc"],
 )
 def test_however_the_map_is_cut(module: Any, precision: str, pixels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stripes and tiles of every size, on few and on many multiprocessors."""

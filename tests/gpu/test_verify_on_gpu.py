@@ -127,11 +127,11 @@ MISTAKES = {
     ),
     "padding of the stem": (
         *("conv2d_stem.cu", "2 * (2 * tile.q0 - 1) - 3;", "2 * (2 * tile.q0 - 1) - 2;"),
-        *({"precision": "fp32-tc"}, {"stem"}),
+        *({"precision": "fp16"}, {"stem"}),
     ),
     "padding of the stem's pool": (
         *("conv2d_stem.cu", "{q > 0 ? 0 : 1,", "{0,"),
-        *({"precision": "fp32-tc"}, {"stem"}),
+        *({"precision": "fp16"}, {"stem"}),
     ),
     "padding of the stem on wgmma": (
         *(
@@ -146,8 +146,12 @@ MISTAKES = {
         *({"precision": "fp16"}, {"stem"}),
     ),
     "odd columns of the stem's pool on wgmma in TF32": (
-        *("stem_pool_tf32.cuh", "odd = row[4 * j + 2 * m + 1];", "odd = row[4 * j + 2 * m];"),
+        *("conv2d_stem_wgmma_tf32.cu", "odd = odd_exists ? odd : even;", "odd = even;"),
         *({"precision": "tf32"}, {"stem"}),
+    ),
+    "borders of the stem's groups on wgmma in fp32-tc": (
+        *("stem_pool_rows.cuh", "(i > 0 ? added : own)", "(i > 1 ? added : own)"),
+        *({"precision": "fp32-tc"}, {"stem"}),
     ),
 }
 """What is wrong → file, correct text, wrong text, how the model is loaded, and the blocks that compute with it."""
@@ -166,7 +170,7 @@ def test_a_broken_kernel_is_located(
 ) -> None:
     import cupy
 
-    if file in ("stem_pixels.cuh", "stem_pool.cuh", "stem_pool_tf32.cuh"):
+    if file in ("stem_pixels.cuh", "stem_pool.cuh", "stem_pool_rows.cuh", "conv2d_stem_wgmma_tf32.cu"):
         if cupy.cuda.Device().compute_capability != "90":
             pytest.skip("runs on compute capability 9.0 only")
         monkeypatch.setattr(stem_choice, "FEW_OUTPUTS", 0)
@@ -188,7 +192,9 @@ def test_a_mistake_in_any_kernels_epilogue_is_found(reference: Recording, spoil:
         spoil(file, "epilogue.load_residual", f"{forgetful}.load_residual")
     spoil("conv2d_wgmma.cu", "pair[0] + biases.x + shortcuts[f].x", "pair[0] + biases.x + (k < 504) * shortcuts[f].x")
     spoil(
-        "conv2d_wgmma_3xtf32.cu", "biases, shortcuts[j][f], ", "biases, n0 + j * 8 < 504 ? shortcuts[j][f] : float2{}, "
+        "conv2d_wgmma_3xtf32.cu",
+        "biases[j], shortcuts[j][f], ",
+        "biases[j], n0 + j * 8 < 504 ? shortcuts[j][f] : float2{}, ",
     )
     spoil("conv2d_wgmma_3xtf32.cu", "= residual ? *pair", "= residual && n0 + j * 8 < 504 ? *pair")
     spoil(

@@ -1,4 +1,4 @@
-// How pixels become the cells that conv2d_stem_wgmma_tf32 multiplies. Included by the kernel behind its constants and
+// How pixels become the words that conv2d_stem_wgmma_tf32 multiplies. Included by the kernel behind its constants and
 // stem_pixels.cuh.
 #pragma once
 
@@ -6,10 +6,12 @@
 #include "normalize.cuh"
 #include "tensor_core.cuh"
 
-// What the table has of a byte.
-__device__ __forceinline__ Entry entry(float value) { return round_to_tf32(__float_as_uint(value)); }
+// What is stored of a channel of a pixel, and in the table of a byte: what is split later is not rounded before.
+__device__ __forceinline__ Entry entry(float value) {
+    const unsigned bits = __float_as_uint(value);
+    return PRODUCTS == 1 ? round_to_tf32(bits) : bits;
+}
 
-// A channel of a pixel, rounded.
 template <bool NORMALIZE, typename Input>
 __device__ __forceinline__ unsigned convert(const Input (&pixel)[CHANNELS], int c, const Conversion& conversion) {
     if constexpr (sizeof(Input) == 1) {
@@ -19,7 +21,7 @@ __device__ __forceinline__ unsigned convert(const Input (&pixel)[CHANNELS], int 
     }
 }
 
-// Converts and stores a thread's pixels of a pair, a cell each; zeros outside the image.
+// Converts and stores a thread's pixels of a pair, a word for each channel; zeros outside the image.
 template <bool NORMALIZE>
 __device__ __forceinline__ void store_cells(unsigned char* pair, const Cells& cells, const Conversion& conversion) {
     const int thread = static_cast<int>(threadIdx.x);
@@ -27,10 +29,11 @@ __device__ __forceinline__ void store_cells(unsigned char* pair, const Cells& ce
     for (int i = 0; i < 4; ++i) {
         const int row = i / 2, column = i % 2;
         const unsigned mask = cells.inside >> i & 1 ? ~0u : 0;
-        Chunk cell = {};
+        unsigned* const words = reinterpret_cast<unsigned*>(pair + row * ROW_BYTES) + column * ODD_WORDS + thread;
+        if (column == 1 && thread >= EVEN_WORDS) continue;
 #pragma unroll
-        for (int c = 0; c < CHANNELS; ++c) cell.words[c] = convert<NORMALIZE>(cells.values[row][column], c, conversion) & mask;
-        unsigned char* const place = pair + row * ROW_BYTES + (column * ODD_CELLS + thread) * CELL_BYTES;
-        if (column == 0 || thread < EVEN_CELLS) store_chunk(place, cell);
+        for (int c = 0; c < CHANNELS; ++c) {
+            words[c * CHANNEL_WORDS] = convert<NORMALIZE>(cells.values[row][column], c, conversion) & mask;
+        }
     }
 }
