@@ -235,7 +235,8 @@ unsigned committed[MOST_THREADS], waited[MOST_THREADS];  // groups of products, 
 void warpgroup_fence() {}
 void compute_products(unsigned pending);
 void warpgroup_commit() {
-    if (++committed[threadIdx.x] / 2 % 2) compute_products(0);  // two are computed at once, two when they are waited for
+    // Two in a row are computed at once, the next two when they are waited for.
+    if (++committed[threadIdx.x] / 2 % 2) compute_products(0);
 }
 void ask(float* sums, int columns, const unsigned (&a)[4], unsigned long long b, bool accumulate) {
     asked[threadIdx.x].push_back({{a[0], a[1], a[2], a[3]}, b, accumulate, sums, columns, committed[threadIdx.x] + 1});
