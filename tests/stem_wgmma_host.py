@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from stem_wgmma_machine import HOST, MAIN
-from wgmma_host import Defines, HostSource, Program
+from wgmma_host import Defines, HostSource, Program, plain_operand, split_tf32
 
 from cupy_resnet.conv2d.stem import pooled_shape, stem_params
 from cupy_resnet.conv2d.stem_wgmma import FILTERS
@@ -33,7 +33,7 @@ PTX = {
 }
 """What an instruction of a kernel's own files becomes."""
 
-PLAYED = ("dependent_launch.cuh", "element.cuh", "tensor_core.cuh", "tensor_memory.cuh")
+PLAYED = ("dependent_launch.cuh", "element.cuh", "tensor_memory.cuh")
 """Files whose functions C++ plays."""
 
 
@@ -42,13 +42,13 @@ def host_source(kernel: str = "conv2d_stem_wgmma") -> HostSource:
     path = find_kernel(kernel).path
 
     def included(found: re.Match[str]) -> str:
-        text = (path.parent / "include" / found[1]).read_text("utf-8")
         if found[1] in ("warpgroup.cuh", "warpgroup_registers.cuh"):
-            text = (path.parent / "include" / "warpgroup.cuh").read_text("utf-8")
-            (text,) = re.findall(r"[^\n]*plain_operand\(.*?\n\}\n", text, re.DOTALL)
-            return str(text)
+            return plain_operand()
+        if found[1] == "tensor_core.cuh":
+            return split_tf32()
         if found[1] in PLAYED:
             return ""
+        text = (path.parent / "include" / found[1]).read_text("utf-8")
         return re.sub(r"#include .*|#pragma once", "", text)
 
     def replaced(statement: re.Match[str]) -> str:

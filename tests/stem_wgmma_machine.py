@@ -53,14 +53,6 @@ template <int WORDS>
 void round_to_tf32(unsigned (&words)[WORDS]) {
     for (unsigned& word : words) word = round_to_tf32(word);
 }
-template <int WORDS>
-void split_tf32(unsigned (&high)[WORDS], unsigned (&low)[WORDS]) {
-    for (int i = 0; i < WORDS; ++i) {
-        const float value = __uint_as_float(high[i]);
-        high[i] = high[i] + 0x1000 & 0xffffe000;
-        low[i] = __float_as_uint(value - __uint_as_float(high[i]));
-    }
-}
 float larger(float a, float b) { return a > b || a != a ? a : b; }
 template <typename Element>
 unsigned larger_word(unsigned a, unsigned b, Element e) {

@@ -7,7 +7,7 @@ tells.
 import re
 
 import numpy as np
-from wgmma_host import IM2COL, HostSource, Program, ask, place, staged_pair
+from wgmma_host import IM2COL, HostSource, Program, ask, place, split_tf32, staged_pair
 from wgmma_machine import BLOCK, MACHINE
 
 from cupy_resnet.conv2d import Conv2dProblem
@@ -95,12 +95,8 @@ def host_source() -> HostSource:
     text = text.replace("__shared__", "static")
     text = re.sub(r'asm volatile\("mov.u32 %0, %%tid.x;.*?\);', "thread = threadIdx.x;", text)
     text = re.sub(r'asm volatile\("mov.u32 %0, %%nctaid.x;.*?\);', "blocks = gridDim.x;", text)
-    split = re.search(
-        r"template <int WORDS>[^;{}]+ split_tf32\(.*?\n}\n", (include / "tensor_core.cuh").read_text("utf-8"), re.S
-    )
-    assert split
     params = (include / "conv2d_params.cuh").read_text("utf-8").replace("#pragma once", "")
-    before = "\n".join([MACHINE, HOST, params, place(), staged_pair(), split[0]])
+    before = "\n".join([MACHINE, HOST, params, place(), staged_pair(), split_tf32()])
     return HostSource(before, text, "conv2d_wgmma_3xtf32", f"{IM2COL}\n{BLOCK}\n{MAIN}")
 
 

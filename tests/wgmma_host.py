@@ -87,17 +87,28 @@ std::vector<float> filter_rows(const std::vector<float>& filters, int count, int
 
 def place() -> str:
     """Returns the text of `Place`, which the kernels share."""
-    return _from_tensor_memory(r"^struct Place \{.*?^\};")
+    return _from_include("tensor_memory.cuh", r"^struct Place \{.*?^\};")
 
 
 def staged_pair() -> str:
     """Returns the text of the function of that name, which tells where in a swizzled box two elements lie."""
-    return _from_tensor_memory(r"^template <typename Element, int BOX_BYTES = 0>\n[^\n]* staged_pair\(.*?^\}")
+    pattern = r"^template <typename Element, int BOX_BYTES = 0>\n[^\n]* staged_pair\(.*?^\}"
+    return _from_include("tensor_memory.cuh", pattern)
 
 
-def _from_tensor_memory(pattern: str) -> str:
-    memory = (find_kernel("conv2d_wgmma").path.parent / "include" / "tensor_memory.cuh").read_text("utf-8")
-    (text,) = re.findall(pattern, memory, re.DOTALL | re.MULTILINE)
+def split_tf32() -> str:
+    """Returns the text of the function of that name, which makes two TF32 operands of one of fp32."""
+    return _from_include("tensor_core.cuh", r"^template <int WORDS>\n[^\n]* split_tf32\(.*?^\}\n")
+
+
+def plain_operand() -> str:
+    """Returns the text of the function of that name, which describes an operand that is not swizzled."""
+    return _from_include("warpgroup.cuh", r"^[^\n]* plain_operand\(.*?^\}\n")
+
+
+def _from_include(file: str, pattern: str) -> str:
+    whole = (find_kernel("conv2d_wgmma").path.parent / "include" / file).read_text("utf-8")
+    (text,) = re.findall(pattern, whole, re.DOTALL | re.MULTILINE)
     return str(text)
 
 
