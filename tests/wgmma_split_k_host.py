@@ -60,12 +60,12 @@ struct Block {
     alignas(1024) unsigned char shared[SHARED];
     std::map<unsigned, Barrier> barriers;
     Consumer consumers[2];
-    int at_sync;
+    int at_sync, at_consumers_sync;
 };
 struct Routine {
     ucontext_t context;
     int thread, block;
-    bool ended, for_block, for_cluster, waited;
+    bool ended, for_block, for_cluster, for_consumers, waited;
     unsigned barrier;
     int parity = -1;           // of a barrier that is waited for
     long issued, until;        // instructions; those before `until` are waited for
@@ -112,6 +112,12 @@ void __syncthreads() {
     ++own().at_sync, self().for_block = true;
     rest();
     self().for_block = false;
+}
+void consumers_sync() {
+    if (++own().at_consumers_sync > 256) fail("a second meeting");
+    self().for_consumers = true;
+    rest();
+    self().for_consumers = false;
 }
 void __syncwarp() {}
 void cluster_arrive_relaxed() { ++in_cluster; }
@@ -220,6 +226,7 @@ bool can_go_on(const Routine& routine) {
     Block& block = blocks[routine.block];
     if (routine.ended) return false;
     if (routine.for_block) return block.at_sync == PER_BLOCK;
+    if (routine.for_consumers) return block.at_consumers_sync == 256;
     if (routine.for_cluster) return in_cluster == int(routines.size());
     if (routine.parity >= 0) return block.barriers.at(routine.barrier).phase % 2 != routine.parity;
     return routine.thread >= 256 || block.consumers[routine.thread / 128].computed >= routine.until;
@@ -315,6 +322,8 @@ def host_source() -> HostSource:
 
     kernel = path.read_text(encoding="utf-8").replace('#include "partial_sums.cuh"', "PARTIAL SUMS")
     kernel = re.sub(r'#include "[^"]+"', "", kernel)
+    (sync,) = re.findall(r"__device__ __forceinline__ void consumers_sync\(\) \{.*\}\n", kernel)
+    kernel = kernel.replace(sync, "")
     kernel = kernel.replace("PARTIAL SUMS", text_of(include / "partial_sums.cuh"))
     kernel = kernel.replace(
         "extern __shared__ __align__(1024) unsigned char shared[];", "unsigned char* const shared = own().shared;"
