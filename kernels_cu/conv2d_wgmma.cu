@@ -17,7 +17,8 @@
 //            multiplies, the other adds bias and residual to its tile, which also comes and goes through the accelerator.
 #include "conv2d_params.cuh"
 #include "dependent_launch.cuh"
-#include "epilogue.cuh"
+#include "pair_epilogue.cuh"
+#include "tensor_core.cuh"
 #include "tensor_memory.cuh"
 #include "warpgroup.cuh"
 
@@ -38,6 +39,8 @@ constexpr int BLOCKS_M = TILE_M / 64, ROWS = 2 * BLOCKS_M;  // of a thread, in i
 constexpr int BOX_BYTES = TILE_M * ROW_BYTES, PIECE_N = sizeof(ELEMENT) == 2 ? TILE_N : SLICE_CHANNELS;
 constexpr int BOXES = PIECE_N / SLICE_CHANNELS, PIECES = TILE_N / PIECE_N, PIECE_BYTES = BOXES * BOX_BYTES;
 constexpr int AHEAD = BUFFERS > 2 ? BUFFERS - 1 : BUFFERS;  // pieces whose residuals are under way: one place may be stored from
+// Residuals that are loaded before the first result is stored: blocks of 8 columns of 4-byte elements, of 16 of others.
+constexpr int TOGETHER = sizeof(ELEMENT) == 2 && TILE_N < 256 ? 4 : 2;
 static_assert(BUFFERS <= 2 || PIECES > 1, "one tile at most is ahead of the one that is multiplied");
 static_assert(TILE_M % 64 == 0 && PIECE_N % SLICE_CHANNELS == 0 && TILE_N % PIECE_N == 0, "whole instructions and boxes");
 
@@ -71,7 +74,7 @@ __device__ __forceinline__ void produce(const Factors& factors, const Factors& s
             barrier_arrive_expecting(full, STAGE_BYTES);
             fetch_im2col(stage, of.pixels, full, c, w, h, first.n, s, r);
             fetch_box(stage + PIXEL_BYTES, of.filters, full, depth, n0);
-            place.advance(1, NUM_STAGES);
+            place.next(NUM_STAGES);
         };
         const int w = first.q * params.stride_w - params.pad_w, h = first.p * params.stride_h - params.pad_h;
         int depth = 0;
@@ -112,10 +115,74 @@ __device__ __forceinline__ void multiply(float (&sums)[BLOCKS_M][TILE_N / 2], Ba
         warpgroup_wait<1>();  // the slice before has been read
         if (slice > 0 && elected) barrier_arrive(shared_address(&barriers.empty[previous]));
         previous = place.stage;
-        place.advance(1, NUM_STAGES);
+        place.next(NUM_STAGES);
     }
     warpgroup_wait<0>();
     if (elected) barrier_arrive(shared_address(&barriers.empty[previous]));
+}
+
+// Bias, residual if ADD, and ReLU for a piece, in whose place the residual is. Several residuals are loaded before the first
+// result is stored.
+template <typename Element, bool ADD>
+__device__ __forceinline__ void finish(const float (&sums)[BLOCKS_M][TILE_N / 2], const float2 (&biases)[TILE_N / 8],
+                                       unsigned char* staged, int piece, int with_relu) {
+    const int lane = threadIdx.x % 32, warp_row = threadIdx.x % WARPGROUP / 32 * 16;
+    if constexpr (sizeof(Element) == 2) {
+        // Of 16 × 16 elements lanes 8i … 8i + 7 know where the rows of matrix i begin: i % 2 the lower rows, i / 2 the right
+        // columns. The next 16 columns are at ^ 32.
+        const unsigned corner =
+            shared_address(staged) + (warp_row + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
+        const unsigned floor = floor_word(with_relu, Element{});
+#pragma unroll
+        for (int first = 0; first < BLOCKS_M * TILE_N / 16; first += TOGETHER) {
+            const int m = first / (TILE_N / 16), column = first % (TILE_N / 16) * 16;
+            const unsigned place = corner + column / SLICE_CHANNELS * BOX_BYTES + m * 64 * ROW_BYTES;
+            const auto place_of = [&](int i) { return place ^ (column % SLICE_CHANNELS + i * 16) * 2; };
+            unsigned words[TOGETHER][4] = {};
+#pragma unroll
+            for (int i = 0; i < TOGETHER && ADD; ++i) load_matrices(words[i], place_of(i));
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) {
+#pragma unroll
+                for (int matrix = 0; matrix < 4; ++matrix) {
+                    const int block = column / 8 + i * 2 + matrix / 2;
+                    const float* const pair = &sums[m][block * 4 + matrix % 2 * 2];
+                    float low = pair[0] + biases[block].x, high = pair[1] + biases[block].y;
+                    if (ADD) {
+                        low += to_float(Element{static_cast<unsigned short>(words[i][matrix])});
+                        high += to_float(Element{static_cast<unsigned short>(words[i][matrix] >> 16)});
+                    }
+                    words[i][matrix] = finished_pair<Element>(low, high, floor);
+                }
+                store_matrices(place_of(i), words[i]);
+            }
+        }
+    } else {
+        const float least = with_relu ? 0.0f : __uint_as_float(0xff800000u);  // −∞: without ReLU nothing is less
+        const auto place_of = [&](int f, int j) {
+            return staged_pair<Element>(staged, warp_row + lane / 4 + f / 2 * 64 + f % 2 * 8, j * 8 + lane % 4 * 2);
+        };
+#pragma unroll
+        for (int first = 0; first < PIECE_N / 8; first += TOGETHER) {
+            float2 shortcuts[TOGETHER][ROWS] = {};
+#pragma unroll
+            for (int j = 0; j < TOGETHER && ADD; ++j) {
+#pragma unroll
+                for (int f = 0; f < ROWS; ++f) shortcuts[j][f] = load_pair<Element>(place_of(f, first + j));
+            }
+#pragma unroll
+            for (int j = 0; j < TOGETHER; ++j) {
+#pragma unroll
+                for (int f = 0; f < ROWS; ++f) {
+                    const int block = piece * PIECE_N / 8 + first + j;
+                    const float* const pair = &sums[f / 2][block * 4 + f % 2 * 2];
+                    const float low = pair[0] + biases[block].x + shortcuts[j][f].x;
+                    const float high = pair[1] + biases[block].y + shortcuts[j][f].y;
+                    store_pair<Element>(place_of(f, first + j), low < least ? 0.0f : low, high < least ? 0.0f : high);
+                }
+            }
+        }
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -143,6 +210,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const unsigned stages = shared_address(shared);
 
     let_next_kernel_start();
+    if (threadIdx.x == 0) {
+        prefetch_map(pixels), prefetch_map(filters), prefetch_map(outputs);
+        if (residual) prefetch_map(residuals);
+        if (params.shortcut_channels > 0) prefetch_map(shortcut_pixels), prefetch_map(shortcut_filters);
+    }
     wait_for_earlier_kernels();
     if (warpgroup == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -153,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    const int consumer = warpgroup - 1, lane = threadIdx.x % 32, row0 = threadIdx.x % WARPGROUP / 32 * 16 + lane / 4;
+    const int consumer = warpgroup - 1;
     const bool elected = threadIdx.x % WARPGROUP == 0;
     unsigned char* const staged_pieces = shared + NUM_STAGES * STAGE_BYTES + consumer * BUFFERS * PIECE_BYTES;
     const int step = CONSUMERS * gridDim.x, first_tile = blockIdx.x + consumer * gridDim.x;
@@ -179,8 +251,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int tile = first_tile; tile < tiles; tile += step, ++turn) {
         const int m0 = tile / tiles_n * TILE_M, n0 = tile % tiles_n * TILE_N;
         if (BUFFERS == 1) make_room(turn);
+        float2 biases[TILE_N / 8];  // all at once: one after the other they would take as long as many a tile's products
+        if (TILE_N < 256) load_biases(biases, bias, n0, params.K);
         float sums[BLOCKS_M][TILE_N / 2];
         multiply(sums, barriers, stages, place, slices, consumer, turn + consumer);
+        if (TILE_N == 256) load_biases(biases, bias, n0, params.K);  // before, there are no registers left
         place.advance(slices % (2 * NUM_STAGES), NUM_STAGES);  // those of the other consumer
         if (BUFFERS == 2 && PIECES == 1) make_room(turn + 1);
 
@@ -193,25 +268,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             } else {
                 warpgroup_sync(1 + consumer);  // the elected thread has waited for what was here
             }
-#pragma unroll
-            for (int j = 0; j < PIECE_N / 8; ++j) {
-                const int column = j * 8 + lane % 4 * 2, k = n0 + piece * PIECE_N + column;
-                const float2 biases =
-                    bias && k < params.K ? *reinterpret_cast<const float2*>(bias + k) : make_float2(0.0f, 0.0f);
-                float2 shortcuts[ROWS] = {};
-#pragma unroll
-                for (int f = 0; f < ROWS && residual; ++f) {
-                    const int row = row0 + f / 2 * 64 + f % 2 * 8;
-                    shortcuts[f] = load_pair<ELEMENT>(staged_pair<ELEMENT, BOX_BYTES>(staged, row, column));
-                }
-#pragma unroll
-                for (int f = 0; f < ROWS; ++f) {
-                    const float* const pair = &sums[f / 2][(piece * PIECE_N / 8 + j) * 4 + f % 2 * 2];
-                    const float low = pair[0] + biases.x + shortcuts[f].x, high = pair[1] + biases.y + shortcuts[f].y;
-                    const float2 result = params.relu ? make_float2(relu_of(low), relu_of(high)) : make_float2(low, high);
-                    const int row = row0 + f / 2 * 64 + f % 2 * 8;
-                    store_pair<ELEMENT>(staged_pair<ELEMENT, BOX_BYTES>(staged, row, column), result.x, result.y);
-                }
+            if (residual) {
+                finish<ELEMENT, true>(sums, biases, staged, piece, params.relu);
+            } else {
+                finish<ELEMENT, false>(sums, biases, staged, piece, params.relu);
             }
             written_for_storing();
             warpgroup_sync(1 + consumer);

@@ -23,6 +23,7 @@
 //            With NEXT it is multiplied once more as it leaves, from registers: it is stored, but not read again.
 #include "conv2d_params.cuh"
 #include "dependent_launch.cuh"
+#include "pair_epilogue.cuh"
 #include "stage_ring.cuh"
 #include "tensor_core.cuh"
 #include "tensor_memory.cuh"
@@ -54,24 +55,6 @@ struct Barriers {
     Ring<PIXEL_STAGES> pixels;
     Ring<FILTER_STAGES> filters;
 };
-
-// What pairs of results are raised to: 0 for ReLU, else −∞, which changes none. As in relu_of NaN stays NaN.
-__device__ __forceinline__ unsigned floor_word(int with_relu, Half) { return with_relu ? 0u : 0xfc00fc00u; }
-__device__ __forceinline__ unsigned floor_word(int with_relu, BFloat16) { return with_relu ? 0u : 0xff80ff80u; }
-
-__device__ __forceinline__ unsigned finished_pair(float low, float high, unsigned floor) {
-    return larger_word(pack_pair(low, high, ELEMENT{}), floor, ELEMENT{});
-}
-
-// The biases of this thread's two columns in each of COUNT blocks of 8.
-template <int COUNT>
-__device__ __forceinline__ void load_biases(float2 (&biases)[COUNT], const float* bias, int k) {
-#pragma unroll
-    for (int j = 0; j < COUNT; ++j) {
-        const int column = k + j * 8 + threadIdx.x % 4 * 2;
-        biases[j] = bias ? *reinterpret_cast<const float2*>(bias + column) : make_float2(0.0f, 0.0f);
-    }
-}
 
 #include "back_to_back_producer.cuh"
 
@@ -119,7 +102,7 @@ struct Consumer {
             release_stored<1>();
             stored = pixel.stage;
         }
-        pixel.advance(1, PIXEL_STAGES);
+        pixel.next(PIXEL_STAGES);
     }
 
     // The first convolution's sums.
@@ -142,7 +125,7 @@ struct Consumer {
                 release_filter();
             }
             read_pixel = pixel.stage;
-            pixel.advance(1, PIXEL_STAGES), filter.advance(1, FILTER_STAGES);
+            pixel.next(PIXEL_STAGES), filter.next(FILTER_STAGES);
         }
         warpgroup_wait<0>();
         warpgroup_results(sums);
@@ -162,7 +145,7 @@ struct Consumer {
             warpgroup_mma<ELEMENT, SLICE>(sums, middle[step], b + offset / 16, step > 0);
         }
         warpgroup_commit();
-        filter.advance(1, FILTER_STAGES);
+        filter.next(FILTER_STAGES);
     }
 
     // Finishes columns k … k + SLICE − 1 of the output: bias, residual, ReLU. The results take the residual's place and begin
@@ -183,7 +166,7 @@ struct Consumer {
                 const unsigned word = words[j][i];
                 const float low = pair[0] + biases[block].x + to_float(ELEMENT{static_cast<unsigned short>(word)});
                 const float high = pair[1] + biases[block].y + to_float(ELEMENT{static_cast<unsigned short>(word >> 16)});
-                words[j][i] = finished_pair(low, high, floor);
+                words[j][i] = finished_pair<ELEMENT>(low, high, floor);
             }
             store_matrices(place ^ j * 32, words[j]);
             finished[j][0] = words[j][0] | static_cast<unsigned long long>(words[j][1]) << 32;
@@ -211,7 +194,7 @@ struct Consumer {
         for (int part = 0; part < PARTS; ++part) {
             wait_until_full(barriers.filters, filter);
             b[part] = operand(work.filter_stage(filter.stage));
-            filter.advance(1, FILTER_STAGES);
+            filter.next(FILTER_STAGES);
         }
         warpgroup_operands(finished);
         warpgroup_fence();
@@ -251,7 +234,7 @@ struct Consumer {
                 for (int i = 0; i < 4; ++i) {
                     const int block = j * 2 + i / 2;
                     const float* const pair = sums[k / MIDDLE] + k % MIDDLE / 2 + block * 4 + i % 2 * 2;
-                    words[i] = finished_pair(pair[0] + biases[block].x, pair[1] + biases[block].y, floor);
+                    words[i] = finished_pair<ELEMENT>(pair[0] + biases[block].x, pair[1] + biases[block].y, floor);
                 }
                 store_matrices(place ^ j * 32, words);
             }
@@ -309,8 +292,8 @@ __device__ __forceinline__ void round_middle(unsigned long long (&middle)[MIDDLE
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const float* const block = sums + (step * 2 + j) * 4;
-            const unsigned upper = finished_pair(block[0] + biases[j].x, block[1] + biases[j].y, floor);
-            const unsigned lower = finished_pair(block[2] + biases[j].x, block[3] + biases[j].y, floor);
+            const unsigned upper = finished_pair<ELEMENT>(block[0] + biases[j].x, block[1] + biases[j].y, floor);
+            const unsigned lower = finished_pair<ELEMENT>(block[2] + biases[j].x, block[3] + biases[j].y, floor);
             middle[step][j] = upper | static_cast<unsigned long long>(lower) << 32;
         }
     }

@@ -122,14 +122,14 @@ __device__ __forceinline__ void produce(const TensorMap& pixels, const TensorMap
             barrier_arrive_expecting(patch_full, shape.box_bytes);
             fetch_box(patches + patch.stage * shape.patch_bytes, pixels, patch_full, c, -params.pad_w, tile.p - params.pad_h,
                       tile.n);
-            patch.advance(1, PATCHES);
+            patch.next(PATCHES);
             if (resident && number != blockIdx.x) continue;
             for (int tap = 0; tap < params.R * params.S; ++tap) {
                 const unsigned full = shared_address(&barriers.full[stage.stage]);
                 barrier_wait(shared_address(&barriers.empty[stage.stage]), stage.parity);
                 barrier_arrive_expecting(full, STAGE_BYTES);
                 fetch_box(stages + stage.stage * STAGE_BYTES, filters, full, tap * params.C + c, tile.k);
-                stage.advance(1, shape.num_stages);
+                stage.next(shape.num_stages);
             }
         }
     }
@@ -169,11 +169,11 @@ __device__ __forceinline__ void multiply(float (&sums)[PIXELS / 2], Barriers& ba
                     if (first) barrier_arrive(shared_address(&barriers.patch_empty[previous_patch]));
                 }
                 previous_stage = stage.stage;
-                stage.advance(1, shape.num_stages);
+                stage.next(shape.num_stages);
             }
         }
         previous_patch = patch.stage;
-        patch.advance(1, PATCHES);
+        patch.next(PATCHES);
     }
     warpgroup_wait<0>();
     if (elected) {
@@ -323,6 +323,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const unsigned stages = staged_tiles + CONSUMERS * shape.staged_bytes;
 
     let_next_kernel_start();
+    if (threadIdx.x == 0) {
+        prefetch_map(pixels), prefetch_map(filters);
+        if (STAGED) prefetch_map(outputs);
+        if (residual) prefetch_map(residuals);
+    }
     wait_for_earlier_kernels();
     if (warpgroup == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");

@@ -46,8 +46,8 @@ class WgmmaConfig:
 
     @property
     def threads(self) -> int:
-        """Threads per block: two consumers of 128, and a producer, which is one warp where a block has one tile."""
-        return 288 if self.one_tile else 384
+        """Threads per block: two consumers of 128, and a producer, which is two warps where a block has one tile."""
+        return 320 if self.one_tile else 384
 
     @property
     def tile_k(self) -> int:

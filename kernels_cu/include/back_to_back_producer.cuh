@@ -28,7 +28,7 @@ __device__ __forceinline__ void fetch_next(const Maps& maps, Barriers& barriers,
     for (int part = 0; part < PARTS; ++part) {
         const unsigned full = claim(barriers.filters, filter, FILTER_BYTES);
         fetch_box(work.filter_stage(filter.stage), maps.next, full, k, part * MIDDLE);
-        filter.advance(1, FILTER_STAGES);
+        filter.next(FILTER_STAGES);
     }
 }
 
@@ -49,12 +49,12 @@ __device__ __forceinline__ void produce(const Maps& maps, Barriers& barriers, co
                     if (with_filters) {
                         const unsigned full = claim(barriers.filters, filter, FILTER_BYTES);
                         fetch_box(work.filter_stage(filter.stage), maps.first, full, depth, 0);
-                        filter.advance(1, FILTER_STAGES);
+                        filter.next(FILTER_STAGES);
                     }
                     const unsigned full = claim(barriers.pixels, pixel, PIXEL_BYTES);
                     fetch_im2col(work.pixel_stage(pixel.stage), maps.pixels, full, c, w, h, begin.n, s * first.dilation_w,
                                  r * first.dilation_h);
-                    pixel.advance(1, PIXEL_STAGES);
+                    pixel.next(PIXEL_STAGES);
                 }
             }
         }
@@ -64,17 +64,17 @@ __device__ __forceinline__ void produce(const Maps& maps, Barriers& barriers, co
                 for (int i = 0; i < MIDDLE / SLICE; ++i) {
                     fetch_box(work.filter_stage(filter.stage) + i * SECOND_BOX_BYTES, maps.second, full, i * SLICE, k);
                 }
-                filter.advance(1, FILTER_STAGES);
+                filter.next(FILTER_STAGES);
             }
             const unsigned full = claim(barriers.pixels, pixel, PIXEL_BYTES);
             fetch_box(work.pixel_stage(pixel.stage), maps.residuals, full, k, m0);
-            pixel.advance(1, PIXEL_STAGES);
+            pixel.next(PIXEL_STAGES);
             if (NEXT && with_filters && k > 0) fetch_next(maps, barriers, work, filter, k - SLICE);
         }
         if (NEXT && with_filters) fetch_next(maps, barriers, work, filter, second.K - SLICE);
         for (int k = 0; k < NEXT; k += SLICE) {  // nothing comes into the stages that its results leave from
             claim(barriers.pixels, pixel, 0);
-            pixel.advance(1, PIXEL_STAGES);
+            pixel.next(PIXEL_STAGES);
         }
     }
 }

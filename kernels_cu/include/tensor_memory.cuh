@@ -37,6 +37,9 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
 struct Place {
     int stage, parity;
 
+    __device__ __forceinline__ void next(int stages) {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
     __device__ __forceinline__ void advance(int count, int stages) {
         stage += count;
         while (stage >= stages) stage -= stages, parity ^= 1;

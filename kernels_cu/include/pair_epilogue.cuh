@@ -1,0 +1,25 @@
+// The end of a convolution whose sums lie in pairs of neighbouring columns, as warpgroup.cuh says, in elements of 2 bytes:
+// biases ahead of time, and pairs rounded and bounded at once.
+#pragma once
+
+#include "element.cuh"
+
+// What pairs of results are raised to: 0 for ReLU, else −∞, which changes none. As in relu_of NaN stays NaN.
+__device__ __forceinline__ unsigned floor_word(int with_relu, Half) { return with_relu ? 0u : 0xfc00fc00u; }
+__device__ __forceinline__ unsigned floor_word(int with_relu, BFloat16) { return with_relu ? 0u : 0xff80ff80u; }
+
+template <typename Element>
+__device__ __forceinline__ unsigned finished_pair(float low, float high, unsigned floor) {
+    return larger_word(pack_pair(low, high, Element{}), floor, Element{});
+}
+
+// The biases of this thread's two columns in each of COUNT blocks of 8, of which the first begins with filter k; zeros for
+// blocks that begin behind the last of K filters, or if there are none.
+template <int COUNT>
+__device__ __forceinline__ void load_biases(float2 (&biases)[COUNT], const float* bias, int k, int K = 0x7fffffff) {
+#pragma unroll
+    for (int j = 0; j < COUNT; ++j) {
+        const int column = k + j * 8 + threadIdx.x % 4 * 2;
+        biases[j] = bias && column < K ? *reinterpret_cast<const float2*>(bias + column) : make_float2(0.0f, 0.0f);
+    }
+}
