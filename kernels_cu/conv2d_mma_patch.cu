@@ -132,6 +132,9 @@ extern "C" __global__ void SLICES_IN_A_CLUSTER __launch_bounds__(THREADS, MIN_BL
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
     const Epilogue8<ELEMENT> epilogue{bias, residual, params.relu};
+#if SPLIT_K_CLUSTER > 1
+    const ClusterReduction reduction(epilogue, params, m0, n0, 0);
+#endif
     EpilogueInputs inputs[FRAGMENTS_N / 4];
     if constexpr (INPUTS_EARLY) {
 #pragma unroll
@@ -198,7 +201,7 @@ extern "C" __global__ void SLICES_IN_A_CLUSTER __launch_bounds__(THREADS, MIN_BL
     }
     copy_async_wait<0>();
 #if SPLIT_K_CLUSTER > 1
-    ClusterReduction::finish(accumulator, received, warp_m, warp_n, epilogue, y, params, m0, n0, 0);
+    reduction.finish(accumulator, received, warp_m, warp_n, epilogue, y, params, m0, n0, 0);
 #else
     if (gridDim.z > 1 && !accumulator.reduce(workspace, counters)) return;
     accumulator.store<INPUTS_EARLY>(inputs, epilogue, y, params, m0 + warp_m, n0 + warp_n, 0);

@@ -132,29 +132,15 @@ __device__ __forceinline__ void multiply(float (&sums)[TILE_N / 2], Barriers& ba
     warpgroup_wait<0>();  // nobody waits for the last stages to be given back
 }
 
-// Sends this consumer's sums to the blocks that finish their rows. One's own are written as usual, which takes a fraction of
-// the time.
+// Hands this consumer's sums to the blocks that finish their rows.
 __device__ __forceinline__ void send(const float (&sums)[TILE_N / 2], unsigned char* received, unsigned all_received,
                                      int consumer) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % WARPGROUP / 32, rank = blockIdx.z;
-    const int part = rank * PARTS + (PARTS > 1 ? consumer : 0), row0 = (PARTS > 1 ? 0 : consumer * 64) + warp * 16;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % WARPGROUP / 32;
+    const int part = blockIdx.z * PARTS + (PARTS > 1 ? consumer : 0), row0 = (PARTS > 1 ? 0 : consumer * 64) + warp * 16;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int row = row0 + half * 8 + lane / 4, finisher = row / ROWS;
-        unsigned char* const place = received + Received::row_offset(part, row % ROWS) + lane % 2 * 8;
-        const unsigned target = address_in_block(shared_address(place), finisher);
-        const unsigned barrier = address_in_block(all_received, finisher);
-        const auto offset_of = [&](int j) { return Received::swizzled_quad(row % ROWS, j * 2 + lane % 4 / 2); };
-        const float* const pairs = &sums[half * 2];
-        if (finisher == rank) {
-#pragma unroll
-            for (int j = 0; j < TILE_N / 8; ++j) store_pair<float>(place + offset_of(j), pairs[j * 4], pairs[j * 4 + 1]);
-        } else {
-#pragma unroll
-            for (int j = 0; j < TILE_N / 8; ++j) {
-                store_in_cluster(target + offset_of(j), pairs[j * 4], pairs[j * 4 + 1], barrier);
-            }
-        }
+        Received::send<TILE_N / 8>(received, all_received, part, row0 + half * 8 + lane / 4, lane % 4 / 2,
+                                   [&](int j) { return &sums[j * 4 + half * 2]; });
     }
 }
 
@@ -171,7 +157,7 @@ extern "C" __global__ void __cluster_dims__(1, 1, SPLIT_K_CLUSTER) __launch_boun
         }
         barrier_init(shared_address(&barriers.received), 1);
         barrier_init_done();
-        barrier_arrive_expecting(shared_address(&barriers.received), Received::BYTES / SPLIT_K_CLUSTER * (SPLIT_K_CLUSTER - 1));
+        barrier_arrive_expecting(shared_address(&barriers.received), (SPLIT_K_CLUSTER - 1) * PARTS * Received::PART_SIZE);
     }
     __syncthreads();
     cluster_arrive_relaxed();
@@ -184,7 +170,7 @@ extern "C" __global__ void __cluster_dims__(1, 1, SPLIT_K_CLUSTER) __launch_boun
     unsigned char* const received = shared + RECEIVED_OFFSET;
 
     let_next_kernel_start();
-    const int consumer = threadIdx.x / WARPGROUP;
+    const int consumer = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // the same for a warp, for the compiler to see
     if (consumer == CONSUMERS) {
         if (threadIdx.x == FINISHERS) {
             produce_filters(filters, shortcut_filters, barriers, stages, params, n0, begin, slices);
@@ -197,12 +183,14 @@ extern "C" __global__ void __cluster_dims__(1, 1, SPLIT_K_CLUSTER) __launch_boun
         return;
     }
     wait_for_earlier_kernels();  // the residual is one's work, and another may still read what y replaces
-    cluster_wait();              // all blocks have begun, and may be sent sums
+    const Epilogue8<ELEMENT> epilogue{bias, residual, params.relu};
+    Received::Inputs inputs;
+    inputs.load<true>(epilogue, params, m0 + rank * ROWS, n0, 0);
+    cluster_wait();  // all blocks have begun, and may be sent sums
     float sums[TILE_N / 2];
     multiply(sums, barriers, stages, slices, consumer);
     if (SPLIT_K_CLUSTER == 1) consumers_sync();  // both have read all slices
     send(sums, received, shared_address(&barriers.received), consumer);
     consumers_sync();  // what was not sent is there
-    const Epilogue8<ELEMENT> epilogue{bias, residual, params.relu};
-    Received::finish<true>(received, shared_address(&barriers.received), epilogue, y, params, m0 + rank * ROWS, n0, 0);
+    Received::finish<true>(received, shared_address(&barriers.received), inputs, epilogue, y, params, m0 + rank * ROWS, n0, 0);
 }

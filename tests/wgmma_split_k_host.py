@@ -1,6 +1,6 @@
 """conv2d_wgmma_split_k.cu as a program of the host, as `wgmma_3xtf32_host` has it, in TF32 and with whole clusters.
 
-All threads of a cluster's consumers and one of each producer run in turns at random. Partial sums arrive in the other
+All threads of a cluster's consumers and one of each producer's warps run in turns at random. Partial sums arrive in the other
 blocks' shared memory some time after they were sent, and NaN lies there until then.
 """
 
@@ -40,7 +40,7 @@ struct TensorMap { int id; };
 struct float4 { float x, y, z, w; };
 struct Chunk { float values[4]; };
 enum { PIXELS, FILTERS, SHORTCUT_PIXELS, SHORTCUT_FILTERS };
-constexpr int SHARED = 227 << 10, PER_BLOCK = 257;
+constexpr int SHARED = 227 << 10, PER_BLOCK = 258;
 
 struct Barrier { int count, pending, phase; long bytes; };
 struct Box { int block; unsigned place; std::vector<float> rows; unsigned barrier; };
@@ -65,7 +65,9 @@ struct Block {
 struct Routine {
     ucontext_t context;
     int thread, block;
-    bool ended, for_block, for_cluster, for_consumers, waited;
+    bool ended, for_block, for_cluster, waited;
+    int meetings;              // of the consumers, that are over or waited for
+    bool for_consumers;
     unsigned barrier;
     int parity = -1;           // of a barrier that is waited for
     long issued, until;        // instructions; those before `until` are waited for
@@ -114,12 +116,18 @@ void __syncthreads() {
     self().for_block = false;
 }
 void consumers_sync() {
-    if (++own().at_consumers_sync > 256) fail("a second meeting");
+    ++own().at_consumers_sync, ++self().meetings;
     self().for_consumers = true;
     rest();
     self().for_consumers = false;
 }
 void __syncwarp() {}
+int __shfl_sync(unsigned, int value, int) { return value; }
+template <typename Element> void store_pair(void* place, float first, float second) {
+    shared_address(place);
+    const float pair[] = {first, second};
+    memcpy(place, pair, 8);
+}
 void cluster_arrive_relaxed() { ++in_cluster; }
 void cluster_wait() {
     self().for_cluster = true;
@@ -226,7 +234,7 @@ bool can_go_on(const Routine& routine) {
     Block& block = blocks[routine.block];
     if (routine.ended) return false;
     if (routine.for_block) return block.at_sync == PER_BLOCK;
-    if (routine.for_consumers) return block.at_consumers_sync == 256;
+    if (routine.for_consumers) return block.at_consumers_sync >= 256 * routine.meetings;
     if (routine.for_cluster) return in_cluster == int(routines.size());
     if (routine.parity >= 0) return block.barriers.at(routine.barrier).phase % 2 != routine.parity;
     return routine.thread >= 256 || block.consumers[routine.thread / 128].computed >= routine.until;
@@ -240,7 +248,7 @@ void cluster(int tile) {
     routines.clear(), routines.resize(threads);
     for (int i = 0; i < threads; ++i) {
         Routine& routine = routines[i];
-        routine.block = i / PER_BLOCK, routine.thread = i % PER_BLOCK;
+        routine.block = i / PER_BLOCK, routine.thread = i % PER_BLOCK + (i % PER_BLOCK == 257 ? 31 : 0);  // the first of a warp
         getcontext(&routine.context);
         routine.context.uc_stack.ss_sp = stacks[i].data();
         routine.context.uc_stack.ss_size = stacks[i].size();

@@ -235,6 +235,8 @@ struct ClusterReduction {
     using Received = PartialSums<SPLIT_K_CLUSTER, ROWS, TILE_N, THREADS>;
     static_assert(TILE_M % SPLIT_K_CLUSTER == 0, "all blocks have as many rows");
 
+    Received::Inputs inputs;
+
     // Call once, at the beginning, and begin() once behind a barrier of the block.
     static __device__ __forceinline__ void prepare() {
         if (threadIdx.x > 0) return;
@@ -242,20 +244,34 @@ struct ClusterReduction {
         barrier_init_done();
     }
     static __device__ __forceinline__ void begin() {
-        if (threadIdx.x == 0) barrier_arrive_expecting(all_received(), Received::BYTES);
+        if (threadIdx.x == 0) barrier_arrive_expecting(all_received(), (SPLIT_K_CLUSTER - 1) * Received::PART_SIZE);
         __syncwarp();
         cluster_arrive_relaxed();
     }
 
-    // Adds up the partial sums of all blocks, applies the epilogue to this block's share of the tile at row m0 and column n0
-    // of the group, and stores it. `received`: Received::BYTES of shared memory, at the same place in all blocks; warp_m and
-    // warp_n: of the tile, this warp's first.
-    static __device__ __forceinline__ void finish(const Accumulator& accumulator, unsigned char* received, int warp_m,
-                                                  int warp_n, const Epilogue8<ELEMENT>& epilogue, ELEMENT* y,
-                                                  const Conv2dParams& params, int m0, int n0, int group) {
-        cluster_wait();  // all blocks have begun: hardly ever is there anything to wait for, by now
-        send(accumulator, shared_address(received), warp_m, warp_n);
-        Received::finish<(VECTOR > 1)>(received, all_received(), epilogue, y, params, m0 + blockIdx.z * ROWS, n0, group);
+    // Loads what this block's share of the tile at row m0 and column n0 of the group needs beside sums, and waits until all
+    // blocks have begun: hardly ever is there anything to wait for. Once earlier kernels have finished.
+    __device__ __forceinline__ ClusterReduction(const Epilogue8<ELEMENT>& epilogue, const Conv2dParams& params, int m0, int n0,
+                                                int group) {
+        inputs.load<(VECTOR > 1)>(epilogue, params, m0 + blockIdx.z * ROWS, n0, group);
+        cluster_wait();
+    }
+
+    // Adds up the partial sums of all blocks, applies the epilogue to this block's share, as above, and stores it. `received`:
+    // Received::BYTES of shared memory, at the same place in all blocks; warp_m and warp_n: of the tile, this warp's first.
+    __device__ __forceinline__ void finish(const Accumulator& accumulator, unsigned char* received, int warp_m, int warp_n,
+                                           const Epilogue8<ELEMENT>& epilogue, ELEMENT* y, const Conv2dParams& params, int m0,
+                                           int n0, int group) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int half = 0; half < 2 * FRAGMENTS_M; ++half) {  // 8 rows of a fragment's 16
+            Received::send<FRAGMENTS_N>(
+                received, all_received(), blockIdx.z, warp_m + half * 8 + lane / 4, warp_n / 4 + lane % 4 / 2,
+                [&](int j) { return &accumulator.sums[half / 2][j][half % 2 * 2]; });
+        }
+        __syncthreads();
+        Received::finish<(VECTOR > 1)>(received, all_received(), inputs, epilogue, y, params, m0 + blockIdx.z * ROWS,
+                                                n0, group);
     }
 
   private:
@@ -263,23 +279,6 @@ struct ClusterReduction {
     static __device__ __forceinline__ unsigned all_received() {
         __shared__ unsigned long long barrier;
         return shared_address(&barrier);
-    }
-
-    static __device__ __forceinline__ void send(const Accumulator& accumulator, unsigned received, int warp_m, int warp_n) {
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int half = 0; half < 2 * FRAGMENTS_M; ++half) {  // 8 rows of a fragment's 16
-            const int row = warp_m + half * 8 + lane / 4;
-            const unsigned source = received + Received::row_offset(blockIdx.z, row % ROWS);
-            const unsigned target = address_in_block(source, row / ROWS) + lane % 2 * 8;
-            const unsigned barrier = address_in_block(all_received(), row / ROWS);
-#pragma unroll
-            for (int j = 0; j < FRAGMENTS_N; ++j) {
-                const float* const v = &accumulator.sums[half / 2][j][half % 2 * 2];
-                const unsigned address = target + Received::swizzled_quad(row % ROWS, warp_n / 4 + j * 2 + lane % 4 / 2);
-                store_in_cluster(address, v[0], v[1], barrier);
-            }
-        }
     }
 };
 constexpr int RECEIVED_BYTES = ClusterReduction::Received::BYTES;

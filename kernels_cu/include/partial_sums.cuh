@@ -4,6 +4,7 @@
 // The including file defines ELEMENT.
 #pragma once
 
+#include "cluster.cuh"
 #include "conv2d_params.cuh"
 #include "epilogue.cuh"
 #include "tensor_memory.cuh"
@@ -15,47 +16,94 @@ struct PartialSums {
     static constexpr int EIGHTS = COLUMNS / 8;  // in a row: 8 neighbouring outputs are finished by one thread
     static constexpr int PASSES = (ROWS * EIGHTS + THREADS - 1) / THREADS;
     static constexpr int ROW_SIZE = COLUMNS * 4;
-    static constexpr int BYTES = PARTS * ROWS * ROW_SIZE;
+    static constexpr int PART_SIZE = ROWS * ROW_SIZE, BYTES = PARTS * PART_SIZE;
     static_assert(COLUMNS % 32 == 0, "rows begin at the first bank");
     static_assert(THREADS % EIGHTS == 0, "a thread's outputs lie below each other");
 
-    static __device__ __forceinline__ int row_offset(int part, int row) { return (part * ROWS + row) * ROW_SIZE; }
+    static __device__ __forceinline__ int row_offset(int part, int row) { return part * PART_SIZE + row * ROW_SIZE; }
 
     // Where in a row its `quad`-th 4 columns lie, in bytes. The XOR spreads the rows that a warp writes at once, and the
     // eights that it reads at once, over all banks.
     static __device__ __forceinline__ int swizzled_quad(int row, int quad) { return (quad ^ row % 4 * 2) * 16; }
 
-    // Once `all_received` completes its first phase, adds up the parts in the order of the depth, so that the result is the
-    // same every time, applies the epilogue, and stores the share, whose first output is that of pixel m and of the group's
-    // filter n. Bias and residual are fetched meanwhile. WHOLE: as for Epilogue8.
+    // Hands pairs of columns of a row of the tile, this thread's, to the block that finishes it: pair(j) gives the address of
+    // the j-th, 8 columns behind the one before, the first of them in quad `quad` of the row. What others finish is announced
+    // to their barrier `all_received`; what one finishes oneself is written as usual, which takes a fraction of the time.
+    template <int PAIRS, typename Pair>
+    static __device__ __forceinline__ void send(unsigned char* received, unsigned all_received, int part, int row, int quad,
+                                                const Pair& pair) {
+        const int finisher = row / ROWS;
+        unsigned char* const place = received + row_offset(part, row % ROWS) + threadIdx.x % 2 * 8;
+        const auto offset_of = [&](int j) { return swizzled_quad(row % ROWS, quad + j * 2); };
+        if (finisher == static_cast<int>(blockIdx.z)) {
+#pragma unroll
+            for (int j = 0; j < PAIRS; ++j) store_pair<float>(place + offset_of(j), pair(j)[0], pair(j)[1]);
+        } else {
+            const unsigned target = address_in_block(shared_address(place), finisher);
+            const unsigned barrier = address_in_block(all_received, finisher);
+#pragma unroll
+            for (int j = 0; j < PAIRS; ++j) store_in_cluster(target + offset_of(j), pair(j)[0], pair(j)[1], barrier);
+        }
+    }
+
+    // What a thread's outputs need beside sums. It is loaded early, to be there when they are.
+    struct Inputs {
+        float bias[8];
+        Chunk residuals[PASSES][Epilogue8<ELEMENT>::CHUNKS];
+
+        // Of the share whose first output is that of pixel m and of the group's filter n. WHOLE: as for Epilogue8.
+        template <bool WHOLE>
+        __device__ __forceinline__ void load(const Epilogue8<ELEMENT>& epilogue, const Conv2dParams& params, int m, int n,
+                                             int group) {
+            const Outputs outputs(params, m, n, group);
+            epilogue.load_bias(bias, outputs.k, outputs.columns);
+#pragma unroll
+            for (int pass = 0; pass < PASSES; ++pass) {
+                epilogue.load_residual<WHOLE>(residuals[pass], outputs.offset(pass), outputs.exist(pass) ? outputs.columns : 0);
+            }
+        }
+    };
+
+    // Once `all_received` completes its first phase, and behind a barrier of those who send, adds up the parts in the order of
+    // the depth, so that the result is the same every time, applies the epilogue, and stores the share.
     template <bool WHOLE>
-    static __device__ __forceinline__ void finish(const unsigned char* received, unsigned all_received,
+    static __device__ __forceinline__ void finish(const unsigned char* received, unsigned all_received, const Inputs& inputs,
                                                   const Epilogue8<ELEMENT>& epilogue, ELEMENT* y, const Conv2dParams& params,
                                                   int m, int n, int group) {
-        const int eight = threadIdx.x % EIGHTS, column = n + eight * 8;
-        const int k = group * params.group_filters + column;
-        const int columns = min(max(params.group_filters - column, 0), 8);
-        float bias[8];
-        epilogue.load_bias(bias, k, columns);
-        Chunk residuals[PASSES][Epilogue8<ELEMENT>::CHUNKS];
-        const auto row_of = [](int pass) { return static_cast<int>(threadIdx.x) / EIGHTS + pass * (THREADS / EIGHTS); };
-        const auto exists = [&](int pass) { return row_of(pass) < ROWS && m + row_of(pass) < params.gemm_m; };
-        const auto offset_of = [&](int pass) { return static_cast<long long>(m + row_of(pass)) * params.K + k; };
-#pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) {
-            epilogue.load_residual<WHOLE>(residuals[pass], offset_of(pass), exists(pass) ? columns : 0);
-        }
+        const Outputs outputs(params, m, n, group);
         barrier_wait(all_received, 0);
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
-            if (!exists(pass)) continue;
+            if (!outputs.exist(pass)) continue;
             float sums[8];
-            add_up(sums, received, row_of(pass), eight);
-            epilogue.store<WHOLE>(y, offset_of(pass), columns, sums, bias, residuals[pass]);
+            add_up(sums, received, row_of(pass), threadIdx.x % EIGHTS);
+            epilogue.store<WHOLE>(y, outputs.offset(pass), outputs.columns, sums, inputs.bias, inputs.residuals[pass]);
         }
     }
 
   private:
+    static __device__ __forceinline__ int row_of(int pass) {
+        return static_cast<int>(threadIdx.x) / EIGHTS + pass * (THREADS / EIGHTS);
+    }
+
+    // The outputs that a thread finishes: 8 columns, or how many of them there are, in a row of each pass.
+    struct Outputs {
+        const Conv2dParams& params;
+        const int m, k, columns;
+
+        __device__ __forceinline__ Outputs(const Conv2dParams& params, int m, int n, int group)
+            : params(params),
+              m(m),
+              k(group * params.group_filters + n + threadIdx.x % EIGHTS * 8),
+              columns(min(max(params.group_filters - n - static_cast<int>(threadIdx.x) % EIGHTS * 8, 0), 8)) {}
+        __device__ __forceinline__ bool exist(int pass) const {
+            return row_of(pass) < ROWS && m + row_of(pass) < params.gemm_m;
+        }
+        __device__ __forceinline__ long long offset(int pass) const {
+            return static_cast<long long>(m + row_of(pass)) * params.K + k;
+        }
+    };
+
     static __device__ __forceinline__ void add_up(float (&sums)[8], const unsigned char* received, int row, int eight) {
         const int first = threadIdx.x / 4 % 2;  // half the lanes begin with the second 4, again because of the banks
         float4 totals[2] = {};
