@@ -8,13 +8,12 @@
 // Grid       x: tiles, filters fastest; z: SPLIT_K_CLUSTER runs of slices, a cluster.
 //            Block 320 threads: two consumer warpgroups and two producer warps, one thread of which asks for filters, one of
 //            the other for pixels: a request takes a thread 0.07 µs.
-// Shared     NUM_STAGES · (TILE_M + TILE_N) · 128 + 128 · TILE_N · 4 bytes, dynamic; of one block whichever of these is more.
+// Shared     NUM_STAGES · (TILE_M + TILE_N) · 128 + 128 · TILE_N · 4 bytes, dynamic.
 // Requires   C a multiple of 128 bytes, the shortcut's as well, K of 8; 2 · SPLIT_K_CLUSTER slices or more.
 // This rung  against conv2d_wgmma: a block has a single tile, on which both consumers work at once: each on 64 of its 128
 //            rows, or, of 64 rows, each on every other slice. Their sums go straight from registers into the shared memory
 //            of the blocks of the cluster, each of which finishes a share of the rows. What does not depend on earlier
-//            kernels, the first filters, is on its way before these have finished. A block alone has little shared memory,
-//            so that it begins while a block of the kernel before is still on its multiprocessor.
+//            kernels, the first filters, is on its way before these have finished. What a block finishes itself does not leave it.
 #include "cluster.cuh"
 #include "conv2d_params.cuh"
 #include "dependent_launch.cuh"
@@ -27,7 +26,7 @@
 #define TILE_M 64          // pixels per tile: 64 or 128
 #define TILE_N 64          // filters per tile: 64 or 128
 #define NUM_STAGES 8       // slices of both operands in shared memory
-#define SPLIT_K_CLUSTER 2  // blocks that share a tile: 1, 2, 4 or 8
+#define SPLIT_K_CLUSTER 2  // blocks that share a tile: 2, 4 or 8
 #endif
 #include "partial_sums.cuh"
 
@@ -39,10 +38,6 @@ constexpr int PIXEL_BYTES = TILE_M * ROW_BYTES, STAGE_BYTES = PIXEL_BYTES + TILE
 constexpr int PARTS = CONSUMERS * 64 / TILE_M, READERS = CONSUMERS / PARTS;
 constexpr int ROWS = TILE_M / SPLIT_K_CLUSTER;  // of the tile, that a block finishes
 using Received = PartialSums<SPLIT_K_CLUSTER * PARTS, ROWS, TILE_N, FINISHERS>;
-// A block alone adds up sums where its slices were; others may send theirs while it still multiplies.
-constexpr int RECEIVED_OFFSET = SPLIT_K_CLUSTER > 1 ? NUM_STAGES * STAGE_BYTES : 0;
-constexpr int SHARED_BYTES = SPLIT_K_CLUSTER == 1 && NUM_STAGES * STAGE_BYTES > Received::BYTES ? NUM_STAGES * STAGE_BYTES
-                                                                                               : RECEIVED_OFFSET + Received::BYTES;
 static_assert(TILE_M == 64 || TILE_M == 128, "64 rows for each of the sums of a consumer");
 static_assert(ROWS % 8 == 0, "8 rows of sums go to the same block");
 // Parities tell two phases of a stage apart: whoever waits for one must have seen the one before.
@@ -167,7 +162,7 @@ extern "C" __global__ void __cluster_dims__(1, 1, SPLIT_K_CLUSTER) __launch_boun
         params.R * params.S * (params.C / SLICE_CHANNELS) + params.shortcut_channels / SLICE_CHANNELS;
     const int begin = all_slices * rank / SPLIT_K_CLUSTER, slices = all_slices * (rank + 1) / SPLIT_K_CLUSTER - begin;
     const unsigned stages = shared_address(shared);
-    unsigned char* const received = shared + RECEIVED_OFFSET;
+    unsigned char* const received = shared + NUM_STAGES * STAGE_BYTES;
 
     let_next_kernel_start();
     const int consumer = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // the same for a warp, for the compiler to see
@@ -189,7 +184,6 @@ extern "C" __global__ void __cluster_dims__(1, 1, SPLIT_K_CLUSTER) __launch_boun
     cluster_wait();  // all blocks have begun, and may be sent sums
     float sums[TILE_N / 2];
     multiply(sums, barriers, stages, slices, consumer);
-    if (SPLIT_K_CLUSTER == 1) consumers_sync();  // both have read all slices
     send(sums, received, shared_address(&barriers.received), consumer);
     consumers_sync();  // what was not sent is there
     Received::finish<true>(received, shared_address(&barriers.received), inputs, epilogue, y, params, m0 + rank * ROWS, n0, 0);

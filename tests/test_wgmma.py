@@ -81,7 +81,7 @@ def test_its_limits(problem: Conv2dProblem, reasons: dict[int, str]) -> None:
 )
 def test_no_tile_is_twice_as_wide_as_there_are_filters(K: int, widest: int, precision: str) -> None:
     candidates = VARIANT.candidates(replace(PLAIN, K=K, precision=precision), H100)
-    assert {c for c in candidates if not c.one_tile} == {
+    assert {c for c in candidates if c.split_k_slices == 1} == {
         c for c in WGMMA if c.precision == precision and c.tile_n <= widest
     }
     assert max(config.tile_n for config in candidates) == widest

@@ -38,9 +38,8 @@ def test_its_forms_are_those_of_its_own_file() -> None:
     assert find_kernel(KERNEL).min_arch_of({}) == "sm_90a"
     for config in VARIANT.configurations():
         assert isinstance(config, WgmmaConfig)
-        assert VARIANT.sources_of(config) == (config.source,) == (("conv2d_wgmma", KERNEL)[config.one_tile],)
+        assert VARIANT.sources_of(config) == (config.source,) == (("conv2d_wgmma", KERNEL)[config.split_k_slices > 1],)
         assert ("split-K" in str(config)) == (config.split_k_slices > 1)
-        assert ("a block per tile" in str(config)) == config.alone
 
 
 @pytest.mark.parametrize("precision", VARIANT.precisions)
@@ -81,7 +80,7 @@ def test_the_launch_agrees_with_the_kernels_constants(config: WgmmaConfig) -> No
         "THREADS": config.threads,
         "ROW_BYTES": config.ROW_BYTES,
         "SLICE_CHANNELS": config.tile_k,
-        "SHARED_BYTES": config.shared_memory,
+        "NUM_STAGES * STAGE_BYTES + Received::BYTES": config.shared_memory,
         "STAGE_BYTES % 1024": 0,
         "PIXEL_BYTES % 1024": 0,
     }
@@ -89,11 +88,9 @@ def test_the_launch_agrees_with_the_kernels_constants(config: WgmmaConfig) -> No
     assert config.shared_memory + STATIC_SHARED <= H100.shared_memory_per_block
 
 
-def test_two_blocks_that_have_a_tile_for_themselves_fit_a_multiprocessor() -> None:
-    """And of some that share one: then a kernel's blocks begin beside those of the kernel before."""
-    small = [c for c in WGMMA_SPLIT_K if 2 * (c.shared_memory + STATIC_SHARED + 1024) <= 228 << 10]
-    assert {c for c in WGMMA_SPLIT_K if c.alone} <= set(small)
-    assert {c.tile_m for c in small if c.cluster} == {64, 128}
+def test_two_blocks_of_the_smallest_form_fit_a_multiprocessor() -> None:
+    smallest = min(WGMMA_SPLIT_K, key=lambda config: config.shared_memory)
+    assert 2 * (smallest.shared_memory + STATIC_SHARED + 1024) <= 228 << 10
 
 
 def test_the_kernel_takes_its_parameters_in_the_launches_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +107,7 @@ def test_the_kernel_takes_its_parameters_in_the_launches_order(monkeypatch: pyte
     monkeypatch.setattr(tensor_core_variants, "jit", jit)
     for name in ("im2col_map", "matrix_map"):
         monkeypatch.setattr(tensor_maps, name, lambda *arguments, name=name: (name, *arguments))
-    (config,) = [c for c in split(DEEP) if (c.tile_m, c.tile_n, c.stages, c.split_k_slices) == (128, 64, 8, 4)]
+    (config,) = [c for c in split(DEEP) if (c.tile_m, c.tile_n, c.split_k_slices) == (128, 64, 4)]
     VARIANT.launch(DEEP, operands(True, True), config)
     ((kernel, grid, block, arguments, options),) = made
     assert kernel == (KERNEL, config.defines())

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import numpy as np
-from wgmma_host import IM2COL, WAITS, HostSource, Program, ask
+from wgmma_host import IM2COL, WAITS, HostSource, Program, ask, place
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.jit.sources import find_kernel
@@ -343,7 +343,7 @@ def host_source() -> HostSource:
     assert "__shared__" not in kernel
     epilogue = text_of(include / "epilogue.cuh")
     epilogue = epilogue[epilogue.index("template <typename Element>\nstruct Epilogue8") :]
-    before = "\n".join([HOST, text_of(include / "conv2d_params.cuh"), epilogue])
+    before = "\n".join([HOST, text_of(include / "conv2d_params.cuh"), place(), epilogue])
     return HostSource(before, kernel, "conv2d_wgmma_split_k", f"{IM2COL}\n{MAIN}")
 
 

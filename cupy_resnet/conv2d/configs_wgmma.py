@@ -7,7 +7,7 @@ from .precision import PRECISIONS
 
 @dataclass(frozen=True)
 class WgmmaConfig:
-    """conv2d_wgmma.cu, or conv2d_wgmma_split_k.cu where a block has one tile, or several share it.
+    """conv2d_wgmma.cu, or conv2d_wgmma_split_k.cu where several blocks share a tile.
 
     Args:
         precision: name of the arithmetic.
@@ -15,7 +15,6 @@ class WgmmaConfig:
         stages: slices of both operands in shared memory.
         buffers: pieces of each consumer's tiles on their way to and from memory; of no meaning where blocks share one.
         split_k_slices: blocks that share a tile, each computing a part of the depth; they form a cluster.
-        alone: whether each tile has a block of its own.
     """
 
     precision: str
@@ -24,15 +23,9 @@ class WgmmaConfig:
     stages: int
     buffers: int = 1
     split_k_slices: int = 1
-    alone: bool = False
 
     ROW_BYTES = 128
     CONSUMERS = 2
-
-    @property
-    def one_tile(self) -> bool:
-        """Whether a block has no more than one tile, its own or one that it shares."""
-        return self.alone or self.split_k_slices > 1
 
     @property
     def cluster(self) -> bool:
@@ -42,12 +35,12 @@ class WgmmaConfig:
     @property
     def source(self) -> str:
         """The kernel's file, without suffix."""
-        return "conv2d_wgmma_split_k" if self.one_tile else "conv2d_wgmma"
+        return "conv2d_wgmma" if self.split_k_slices == 1 else "conv2d_wgmma_split_k"
 
     @property
     def threads(self) -> int:
-        """Threads per block: two consumers of 128, and a producer, which is two warps where a block has one tile."""
-        return 320 if self.one_tile else 384
+        """Threads per block: two consumers of 128, and a producer, which is two warps where blocks share a tile."""
+        return 384 if self.split_k_slices == 1 else 320
 
     @property
     def tile_k(self) -> int:
@@ -62,9 +55,8 @@ class WgmmaConfig:
         32 columns of wider ones, or, where blocks share a tile, for as many partial sums as the two consumers have.
         """
         stages = self.stages * (self.tile_m + self.tile_n) * self.ROW_BYTES
-        if self.one_tile:
-            sums = self.CONSUMERS * 64 * self.tile_n * 4
-            return stages + sums if self.split_k_slices > 1 else max(stages, sums)
+        if self.split_k_slices > 1:
+            return stages + self.CONSUMERS * 64 * self.tile_n * 4
         piece = self.tile_n * 2 if PRECISIONS[self.precision].element_size == 2 else self.ROW_BYTES
         return stages + self.CONSUMERS * self.buffers * self.tile_m * piece
 
@@ -74,15 +66,13 @@ class WgmmaConfig:
             "TILE_M": self.tile_m,
             "TILE_N": self.tile_n,
             "NUM_STAGES": self.stages,
-            **({"SPLIT_K_CLUSTER": self.split_k_slices} if self.one_tile else {"BUFFERS": self.buffers}),
+            **({"BUFFERS": self.buffers} if self.split_k_slices == 1 else {"SPLIT_K_CLUSTER": self.split_k_slices}),
         }
 
     def __str__(self) -> str:
         text = f"{self.tile_m}×{self.tile_n}×{self.tile_k}, {self.stages} stages"
         if self.split_k_slices > 1:
             text += f", split-K {self.split_k_slices} in a cluster"
-        elif self.one_tile:
-            text += ", a block per tile"
         return text if self.buffers == 1 else f"{text}, {self.buffers} tiles under way"
 
 
@@ -248,12 +238,8 @@ WGMMA = tuple(
 )
 """Every form in which conv2d_wgmma is compiled."""
 
-WGMMA_SPLIT_K_TILES = ((64, 64, 4), (64, 64, 8), (64, 128, 6), (128, 64, 3), (128, 64, 8), (128, 128, 5))
-"""(tile_m, tile_n, stages): two blocks of the first fit a multiprocessor, and of the first with 128 pixels."""
-
-WGMMA_ONE_TILE = ((64, 64, 6), (64, 128, 4), (128, 64, 4), (128, 128, 3))
-"""(tile_m, tile_n, stages) of blocks that have a tile for themselves: two of each fit a multiprocessor, so that one
-begins beside one of the kernel before."""
+WGMMA_SPLIT_K_TILES = ((64, 64, 4), (64, 64, 8), (64, 128, 6), (128, 64, 8), (128, 128, 5))
+"""(tile_m, tile_n, stages): two blocks of the first fit a multiprocessor."""
 
 WGMMA_CLUSTER_SIZES = (2, 4, 8)
 """Blocks that share a tile; larger clusters not every GPU has."""
@@ -263,8 +249,6 @@ WGMMA_SPLIT_K = tuple(
     for precision in ("fp16", "bf16", "tf32")
     for tile in WGMMA_SPLIT_K_TILES
     for size in WGMMA_CLUSTER_SIZES
-) + tuple(
-    WgmmaConfig(precision, *tile, alone=True) for precision in ("fp16", "bf16", "tf32") for tile in WGMMA_ONE_TILE
 )
 """Every form in which conv2d_wgmma_split_k is compiled."""
 

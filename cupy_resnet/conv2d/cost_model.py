@@ -116,7 +116,7 @@ WGMMA_TILE_MICROSECONDS = 1.0
 
 def _wgmma_microseconds(problem: Conv2dProblem, device: Device, config: configs.WgmmaConfig) -> float:
     """The slower of arithmetic and memory: a multiprocessor takes tiles in turn, each the slices of its whole depth."""
-    if config.one_tile:
+    if config.split_k_slices > 1:
         return _wgmma_split_k_microseconds(problem, device, config)
     tiles = _ceil(problem.gemm_m, config.tile_m) * _ceil(problem.gemm_n, config.tile_n)
     share = config.tile_m * config.tile_n / (128 * 128)

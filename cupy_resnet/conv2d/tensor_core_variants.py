@@ -219,7 +219,7 @@ class Wgmma(WgmmaIm2col):
             for config in self.configurations()
             if config.precision == problem.precision
             and config.tile_n <= widest
-            and (not config.one_tile or splits_well(problem, device, config))
+            and (config.split_k_slices == 1 or splits_well(problem, device, config))
         ]
 
     def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.WgmmaConfig) -> None:
@@ -241,7 +241,7 @@ class Wgmma(WgmmaIm2col):
         params = conv2d_params(problem, operands.relu)
         grid: tuple[int, ...]
         arguments: tuple[Any, ...]
-        if config.one_tile:
+        if config.split_k_slices > 1:
             grid, arguments = (tiles, 1, config.split_k_slices), (*factors, *operands.tail(), params)
         else:
             residuals = tensor_maps.NONE
@@ -258,9 +258,7 @@ class Wgmma(WgmmaIm2col):
 def splits_well(problem: Conv2dProblem, device: Device, config: configs.WgmmaConfig) -> bool:
     """Whether conv2d_wgmma_split_k solves a problem, with no more blocks than run at a time."""
     enough = blocks(problem.depth, config.tile_k) >= config.CONSUMERS * config.split_k_slices
-    few = (
-        tile_count(problem, config) * config.split_k_slices <= (2 if config.split_k_slices > 1 else 6) * device.sm_count
-    )
+    few = tile_count(problem, config) * config.split_k_slices <= 2 * device.sm_count
     return problem.K % 8 == 0 and enough and few
 
 
