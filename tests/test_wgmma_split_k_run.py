@@ -92,7 +92,18 @@ MISTAKES = {
     "a slice is not waited for": (SLICES, "barrier_wait(shared_address(&barriers.full[stage]), parity);", ""),
     "a slice is given back before it has been read": (SLICES, "warpgroup_wait<1>();", "warpgroup_wait<2>();"),
     "one consumer gives back slices for both": (ROWS, "barriers.empty[i]), READERS);", "barriers.empty[i]), 1);"),
-    "the producer does not wait": (SLICES, "barrier_wait(shared_address(&barriers.empty[place.stage]), place.parity);", ""),
+    "who asks for filters does not wait": (
+        SLICES,
+        "barrier_wait(shared_address(&barriers.empty[place.stage]), place.parity);\n"
+        "        barrier_arrive_expecting(full, STAGE_BYTES - PIXEL_BYTES);",
+        "barrier_arrive_expecting(full, STAGE_BYTES - PIXEL_BYTES);",
+    ),
+    "who asks for pixels does not wait": (
+        SLICES,
+        "barrier_wait(shared_address(&barriers.empty[place.stage]), place.parity);\n"
+        "        barrier_arrive_expecting(full, PIXEL_BYTES);",
+        "barrier_arrive_expecting(full, PIXEL_BYTES);",
+    ),
     "sums are sent before they are complete": (SLICES, "warpgroup_wait<0>();", ""),
     "the other blocks may not have begun": (SLICES, "cluster_wait();  // all blocks", "// all blocks"),
     "partial sums are not waited for": (ROWS, "barrier_wait(all_received, 0);", ""),
