@@ -1,7 +1,7 @@
 """conv2d_wgmma_split_k.cu as a program of the host, as `wgmma_3xtf32_host` has it, in TF32 and with whole clusters.
 
-All threads of a cluster's consumers and one of each producer's warps run in turns at random. Partial sums arrive in the other
-blocks' shared memory some time after they were sent, and NaN lies there until then.
+All threads of a cluster's consumers and one of each producer's warps run in turns at random. Partial sums arrive in the
+other blocks' shared memory some time after they were sent, and NaN lies there until then.
 """
 
 import re
@@ -248,7 +248,8 @@ void cluster(int tile) {
     routines.clear(), routines.resize(threads);
     for (int i = 0; i < threads; ++i) {
         Routine& routine = routines[i];
-        routine.block = i / PER_BLOCK, routine.thread = i % PER_BLOCK + (i % PER_BLOCK == 257 ? 31 : 0);  // the first of a warp
+        routine.block = i / PER_BLOCK, routine.thread = i % PER_BLOCK;
+        if (routine.thread == 257) routine.thread = 288;  // the first of the second producer
         getcontext(&routine.context);
         routine.context.uc_stack.ss_sp = stacks[i].data();
         routine.context.uc_stack.ss_size = stacks[i].size();

@@ -190,7 +190,12 @@ def test_a_mistake_in_any_kernels_epilogue_is_found(reference: Recording, spoil:
     for file in ("conv2d_implicit_gemm.cu", "sgemm.cu", "conv2d_winograd.cu"):
         forgetful = "(k < 508 ? epilogue : Epilogue{epilogue.bias, nullptr, epilogue.with_relu})"
         spoil(file, "epilogue.load_residual", f"{forgetful}.load_residual")
-    spoil("conv2d_wgmma.cu", "pair[0] + biases.x + shortcuts[f].x", "pair[0] + biases.x + (k < 504) * shortcuts[f].x")
+    spoil(
+        "conv2d_wgmma.cu",
+        "finish<ELEMENT, true>(sums, biases, staged, piece, params.relu);",
+        "n0 + TILE_N < params.K ? finish<ELEMENT, true>(sums, biases, staged, piece, params.relu)\n"
+        "         : finish<ELEMENT, false>(sums, biases, staged, piece, params.relu);",
+    )
     spoil(
         "conv2d_wgmma_3xtf32.cu",
         "biases[j], shortcuts[j][f], ",
@@ -203,7 +208,8 @@ def test_a_mistake_in_any_kernels_epilogue_is_found(reference: Recording, spoil:
         "residuals, barrier, tile.k < 448 ? tile.k : params.K, 0",
     )
     for file in ("mma_tile.cuh", "partial_sums.cuh", "conv2d_wmma.cu"):
-        forgetful = "(k < 504 ? epilogue : Epilogue8<ELEMENT>{epilogue.bias, nullptr, epilogue.with_relu})"
+        k = "outputs.k" if file == "partial_sums.cuh" else "k"
+        forgetful = f"({k} < 504 ? epilogue : Epilogue8<ELEMENT>{{epilogue.bias, nullptr, epilogue.with_relu}})"
         spoil(file, "epilogue.load_residual<", f"{forgetful}.load_residual<")
     with model(kernel=kernel) as loaded:
         assert {step.kernel for step in loaded.explain(X.shape) if step.layer == "layer4.1.conv2"} == {kernel}
