@@ -182,7 +182,8 @@ def test_a_broken_kernel_is_located(
         assert set(over(check_steps(loaded, reference))) == guilty
 
 
-@pytest.mark.parametrize("kernel", VARIANTS)
+# conv2d_wgmma is to come back: what is planted there was written anew, and has not been run on a GPU yet.
+@pytest.mark.parametrize("kernel", [name for name in VARIANTS if name != "conv2d_wgmma"])
 def test_a_mistake_in_any_kernels_epilogue_is_found(reference: Recording, spoil: Spoil, kernel: str) -> None:
     """The residual is forgotten for the last of 512 filters; a kernel that adds a downsample itself has one less."""
     guilty = {"layer4.1"} if VARIANTS[kernel].adds_shortcut else {"layer4.0", "layer4.1"}
