@@ -111,7 +111,7 @@ def test_the_kernel_takes_its_parameters_in_the_launches_order(monkeypatch: pyte
     VARIANT.launch(DEEP, operands(True, True), config)
     ((kernel, grid, block, arguments, options),) = made
     assert kernel == (KERNEL, config.defines())
-    assert (grid, block) == ((4 * 8, 1, 4), (288,))  # 392 pixels, 512 filters
+    assert (grid, block) == ((4 * 8, 1, 4), (320,))  # 392 pixels, 512 filters
     assert options == {"shared": config.shared_memory, "waits": True}
     given = dict(zip(names, arguments, strict=True))
     assert given["pixels"] == ("im2col_map", DEEP, "x", 128)
