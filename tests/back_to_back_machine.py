@@ -118,7 +118,6 @@ void barrier_arrive_expecting(unsigned address, int bytes) {
 void __syncthreads() { ++at_sync, self().for_all = true, rest(), self().for_all = false; }
 void let_next_kernel_start() {}
 void prefetch_map(const TensorMap&) {}
-int __shfl_sync(unsigned, int value, int) { return value; }
 void wait_for_earlier_kernels() { self().waited = true; }
 
 // Instructions of a whole warp: where all lanes' rows begin, once all have come.

@@ -103,7 +103,6 @@ void __syncthreads() {
 }
 void let_next_kernel_start() {}
 void prefetch_map(const TensorMap&) {}
-int __shfl_sync(unsigned, int value, int) { return value; }
 void wait_for_earlier_kernels() {}
 
 template <int COUNT>

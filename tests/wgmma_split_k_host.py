@@ -65,9 +65,7 @@ struct Block {
 struct Routine {
     ucontext_t context;
     int thread, block;
-    bool ended, for_block, for_cluster, waited;
-    int meetings;              // of the consumers, that are over or waited for
-    bool for_consumers;
+    bool ended, for_block, for_cluster, for_consumers, waited;
     unsigned barrier;
     int parity = -1;           // of a barrier that is waited for
     long issued, until;        // instructions; those before `until` are waited for
@@ -116,13 +114,12 @@ void __syncthreads() {
     self().for_block = false;
 }
 void consumers_sync() {
-    ++own().at_consumers_sync, ++self().meetings;
+    if (++own().at_consumers_sync > 256) fail("a second meeting");
     self().for_consumers = true;
     rest();
     self().for_consumers = false;
 }
 void __syncwarp() {}
-int __shfl_sync(unsigned, int value, int) { return value; }
 template <typename Element> void store_pair(void* place, float first, float second) {
     shared_address(place);
     const float pair[] = {first, second};
@@ -234,7 +231,7 @@ bool can_go_on(const Routine& routine) {
     Block& block = blocks[routine.block];
     if (routine.ended) return false;
     if (routine.for_block) return block.at_sync == PER_BLOCK;
-    if (routine.for_consumers) return block.at_consumers_sync >= 256 * routine.meetings;
+    if (routine.for_consumers) return block.at_consumers_sync == 256;
     if (routine.for_cluster) return in_cluster == int(routines.size());
     if (routine.parity >= 0) return block.barriers.at(routine.barrier).phase % 2 != routine.parity;
     return routine.thread >= 256 || block.consumers[routine.thread / 128].computed >= routine.until;
