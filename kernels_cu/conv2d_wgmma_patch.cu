@@ -33,47 +33,19 @@
 WARPGROUP_MMA_OF_ALL(PIXELS, ACCUMULATORS)
 #endif
 
-constexpr int CONSUMERS = 2, WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
-constexpr int ROW_BYTES = 128, SLICE_CHANNELS = ROW_BYTES / static_cast<int>(sizeof(ELEMENT)), STEPS = ROW_BYTES / 32;
-constexpr int FILTERS = 64, STAGE_BYTES = FILTERS * ROW_BYTES, PATCHES = 2, BLOCKS = PIXELS / 8;
+#include "patch_tile.cuh"
+
+constexpr int THREADS = WARPGROUP * (1 + CONSUMERS), BLOCKS = PIXELS / 8;
 // A finished tile of 2-byte elements goes by way of shared memory. One of floats would be twice as large.
 constexpr bool STAGED = sizeof(ELEMENT) == 2;
-constexpr int MAX_STAGES = STAGED ? 16 : 18;
 constexpr int TOGETHER = 11;  // blocks of 8 pixels that are loaded before the first of them is stored, if not staged
 constexpr unsigned short NO_PIXEL = 0xffff;
-
-// What a tile is; cupy_resnet/conv2d/wgmma_patch.py fills it in.
-struct PatchTile {
-    int images;        // whole images per tile, if more than one
-    int rows;          // of the output, per image
-    int columns;       // of the patch: W + pad_w
-    int patch_rows;    // of the patch, per image
-    int row_tiles;     // per image
-    int pixel_tiles;   // in all
-    int box_bytes;     // of a fetched patch
-    int patch_bytes;   // of its place: zeros follow, to a multiple of 1024
-    int store_bytes;   // of a tile on its way out; 0 if not staged
-    int staged_bytes;  // of its place; 0 if not staged
-    int num_stages;    // of the filter
-};
 
 struct Barriers {
     unsigned long long full[MAX_STAGES], empty[MAX_STAGES];       // of the filter's stages
     unsigned long long patch_full[PATCHES], patch_empty[PATCHES];
     unsigned long long turn[CONSUMERS];      // the other consumer's products of this turn are all issued
     unsigned long long residual[CONSUMERS];  // the residual of a consumer's tile has come
-};
-
-// Where a tile begins.
-struct Tile {
-    int n, p, k;
-
-    __device__ __forceinline__ Tile(int number, int tiles_k, const PatchTile& shape) {
-        const int pixels = number / tiles_k;
-        n = pixels / shape.row_tiles * shape.images;
-        p = pixels % shape.row_tiles * shape.rows;
-        k = number % tiles_k * FILTERS;
-    }
 };
 
 // Two or four 8×8 matrices of 2-byte elements between registers and shared memory, transposed: lane l holds elements
@@ -149,16 +121,7 @@ __device__ __forceinline__ void multiply(float (&sums)[PIXELS / 2], Barriers& ba
             for (int s = 0; s < params.S; ++s) {
                 barrier_wait(shared_address(&barriers.full[stage.stage]), resident ? 0 : stage.parity);
                 const unsigned long long a = operand(stages + stage.stage * STAGE_BYTES);
-                unsigned long long tap = b + (r * shape.columns + s) * (ROW_BYTES / 16);
-#ifdef BASE_OFFSET
-                tap |= static_cast<unsigned long long>((r * shape.columns + s) & 7) << 49;
-#endif
-                warpgroup_fence();
-#pragma unroll
-                for (int step = 0; step < STEPS; ++step) {
-                    warpgroup_mma<ELEMENT, PIXELS>(sums, a + step * 2, tap + step * 2, c + r + s + step > 0);
-                }
-                warpgroup_commit();
+                multiply_tap<PIXELS>(sums, a, b, r * shape.columns + s, c + r + s);
                 const bool first = r + s == 0;
                 if (elected && r == params.R - 1 && s == params.S - 1 && c + SLICE_CHANNELS >= params.C) {
                     barrier_arrive(shared_address(&barriers.turn[1 - consumer]));

@@ -78,21 +78,37 @@ class WgmmaConfig:
 
 @dataclass(frozen=True)
 class WgmmaPatchConfig:
-    """conv2d_wgmma_patch.cu.
+    """conv2d_wgmma_patch.cu, or conv2d_wgmma_patch_split_k.cu where several blocks share a tile.
 
     Args:
         precision: name of the arithmetic.
         pixels: columns of the transposed product, zeros between rows included.
+        split_k_slices: blocks that share a tile, each computing a part of the depth; they form a cluster.
     """
 
     precision: str
     pixels: int
+    split_k_slices: int = 1
 
     FILTERS = 64
     ROW_BYTES = 128
     CONSUMERS = 2
     PATCHES = 2
-    threads = 384
+
+    @property
+    def cluster(self) -> bool:
+        """Whether the blocks that share a tile form a cluster, as of other configurations."""
+        return self.split_k_slices > 1
+
+    @property
+    def source(self) -> str:
+        """The kernel's file, without suffix."""
+        return "conv2d_wgmma_patch_split_k" if self.cluster else "conv2d_wgmma_patch"
+
+    @property
+    def threads(self) -> int:
+        """Threads per block: two consumers of 128, and a producer, which is two warps where blocks share a tile."""
+        return 320 if self.cluster else 384
 
     @property
     def channels(self) -> int:
@@ -101,23 +117,29 @@ class WgmmaPatchConfig:
 
     @property
     def staged(self) -> bool:
-        """Whether a tile is stored by way of shared memory: of 2-byte elements only."""
-        return PRECISIONS[self.precision].element_size == 2
+        """Whether a tile is stored by way of shared memory: of 2-byte elements only, and where no others share it."""
+        return PRECISIONS[self.precision].element_size == 2 and not self.cluster
 
     @property
     def max_stages(self) -> int:
         """Slices of the filter that are kept track of; in TF32 a 3×3 filter over 64 channels has 18."""
-        return 16 if self.staged else 18
+        return 16 if PRECISIONS[self.precision].element_size == 2 else 18
 
     def defines(self) -> dict[str, int | str]:
+        element = PRECISIONS[self.precision].element
+        if not self.cluster:
+            return {"ELEMENT": element, "PIXELS": self.pixels, "ACCUMULATORS": self.pixels // 2}
         return {
-            "ELEMENT": PRECISIONS[self.precision].element,
+            "ELEMENT": element,
             "PIXELS": self.pixels,
-            "ACCUMULATORS": self.pixels // 2,
+            "HALF_PIXELS": self.pixels // 2,
+            "ACCUMULATORS": self.pixels // 4,
+            "SPLIT_K_CLUSTER": self.split_k_slices,
         }
 
     def __str__(self) -> str:
-        return f"{self.pixels}×{self.FILTERS}×{self.channels}, patch of the input"
+        text = f"{self.pixels}×{self.FILTERS}×{self.channels}, patch of the input"
+        return f"{text}, split-K {self.split_k_slices} in a cluster" if self.cluster else text
 
 
 @dataclass(frozen=True)
@@ -264,6 +286,17 @@ WGMMA_PATCH = tuple(
     for pixels in (WGMMA_PATCH_TF32_PIXELS if precision == "tf32" else WGMMA_PATCH_PIXELS)
 )
 """Every form in which conv2d_wgmma_patch is compiled."""
+
+WGMMA_PATCH_SPLIT_K_PIXELS = (256, 128, 64)
+"""Whole maps of 7², and pieces of larger ones; 208 and 224, for a map of 14², were never the fastest."""
+
+WGMMA_PATCH_SPLIT_K = tuple(
+    WgmmaPatchConfig(precision, pixels, split_k_slices=size)
+    for precision in ("fp16", "bf16", "tf32")
+    for size in WGMMA_CLUSTER_SIZES
+    for pixels in WGMMA_PATCH_SPLIT_K_PIXELS
+)
+"""Every form in which conv2d_wgmma_patch_split_k is compiled."""
 
 WGMMA_3XTF32 = (Wgmma3xTf32Config(128, 128, 4), Wgmma3xTf32Config(256, 64, 3), Wgmma3xTf32Config(128, 64, 6))
 """Every form in which conv2d_wgmma_3xtf32 is compiled: with as many stages as there is room for."""

@@ -151,12 +151,35 @@ together, since the next patch has to come meanwhile; from ResNet's layers in fp
 
 
 def _wgmma_patch_microseconds(problem: Conv2dProblem, device: Device, config: configs.WgmmaPatchConfig) -> float:
+    if config.cluster:
+        return _wgmma_patch_split_k_microseconds(problem, device, config)
     tile = patch_tile(problem, config.pixels, device.shared_memory_per_block)
     assert tile is not None, "not one of the candidates"
     tiles = tile.pixel_tiles * _ceil(problem.K, config.FILTERS)
     per_chunk = max(problem.R * problem.S * WGMMA_PATCH_SLICE_MICROSECONDS, WGMMA_PATCH_CHUNK_MICROSECONDS)
     per_tile = _ceil(problem.C, config.channels) * per_chunk * max(0.3, config.pixels / 256) + WGMMA_TILE_MICROSECONDS
     return max(_ceil(tiles, device.sm_count) * per_tile, _bytes(problem) / BANDWIDTH) + LAUNCH_MICROSECONDS
+
+
+WGMMA_PATCH_SPLIT_K_MICROSECONDS = 2.5
+"""For a block beside its slices of channels: until the first has come, and from the last until all parts are added up."""
+
+INGRESS_BYTES_PER_MICROSECOND = 1.1e5
+"""What L2 of an H100 delivers to a multiprocessor: 64 bytes a clock."""
+
+
+def _wgmma_patch_split_k_microseconds(
+    problem: Conv2dProblem, device: Device, config: configs.WgmmaPatchConfig
+) -> float:
+    """A block's slices of channels, each the slower of fetches and products."""
+    tile = patch_tile(problem, config.pixels, device.shared_memory_per_block, config.split_k_slices)
+    assert tile is not None, "not one of the candidates"
+    taps = problem.R * problem.S
+    fetches = (tile.box_bytes + taps * config.FILTERS * config.ROW_BYTES) / INGRESS_BYTES_PER_MICROSECOND
+    products = taps * WGMMA_PATCH_SLICE_MICROSECONDS * max(0.3, config.pixels / 256)
+    chunks = _ceil(_ceil(problem.C, config.channels), config.split_k_slices)
+    arithmetic = chunks * max(fetches, products) + WGMMA_PATCH_SPLIT_K_MICROSECONDS
+    return max(arithmetic, _bytes(problem) / BANDWIDTH) + LAUNCH_MICROSECONDS
 
 
 WGMMA_3XTF32_SLICE_MICROSECONDS = 1.1

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,7 @@ class PatchTile:
         box_bytes: of a patch as it is fetched.
         patch_bytes: of its place, with the zeros behind it.
         store_bytes: of a tile as it is stored by way of shared memory; 0 if it is not.
-        staged_bytes: of its place; 0 if it has none.
+        staged_bytes: of its place; 0 if it has none; where blocks share a tile, of a consumer's partial sums.
         num_stages: slices of the filter in shared memory.
     """
 
@@ -68,15 +69,16 @@ class PatchTile:
 
 
 @lru_cache(maxsize=4096)
-def patch_tile(problem: Conv2dProblem, pixels: int, shared_limit: int) -> PatchTile | None:
+def patch_tile(problem: Conv2dProblem, pixels: int, shared_limit: int, split_k_slices: int = 1) -> PatchTile | None:
     """Returns the largest tile whose pixels and zeros are at most `pixels` columns, or None where there is none.
 
     Args:
         problem: a convolution that keeps the size.
         pixels: columns of the product.
         shared_limit: bytes of dynamic shared memory that a block may have.
+        split_k_slices: as of `configs.WgmmaPatchConfig`.
     """
-    config = configs.WgmmaPatchConfig(problem.precision, pixels)
+    config = configs.WgmmaPatchConfig(problem.precision, pixels, split_k_slices)
     columns = problem.W + problem.pad_w
     whole = (problem.H - 1) * columns + problem.W
     if whole <= pixels:
@@ -94,11 +96,17 @@ def patch_tile(problem: Conv2dProblem, pixels: int, shared_limit: int) -> PatchT
     box = images * patch_rows * columns
     stored = images * (rows if images == 1 else patch_rows) * columns
     patch_bytes = _aligned((box + zeros) * config.ROW_BYTES)
-    staged_bytes = _aligned(max(stored, pixels) * config.ROW_BYTES) if config.staged else 0
+    if config.cluster:
+        staged_bytes = pixels * config.FILTERS * 4 // config.CONSUMERS
+    else:
+        staged_bytes = _aligned(max(stored, pixels) * config.ROW_BYTES) if config.staged else 0
     places = config.PATCHES * patch_bytes + config.CONSUMERS * staged_bytes
     stage = config.FILTERS * config.ROW_BYTES
-    num_stages = min(config.max_stages, (shared_limit - STATIC_SHARED - places) // stage)
-    if num_stages < _MIN_STAGES:
+    most = config.max_stages
+    if config.cluster:  # no more than a block's slices of the depth
+        most = min(most, blocks(problem.C // config.channels, split_k_slices) * problem.R * problem.S)
+    num_stages = min(most, (shared_limit - STATIC_SHARED - places) // stage)
+    if num_stages < min(most, _MIN_STAGES):
         return None
     row_tiles = blocks(problem.H, rows)
     return PatchTile(
@@ -121,7 +129,7 @@ class WgmmaPatch(HopperVariant):
 
     name = "conv2d_wgmma_patch"
     precisions = ("fp16", "bf16", "tf32")
-    sources = ("conv2d_wgmma_patch",)
+    sources = ("conv2d_wgmma_patch", "conv2d_wgmma_patch_split_k")
 
     def supports(self, problem: Conv2dProblem, device: Device) -> Support:
         supported, why_not = super().supports(problem, device)
@@ -145,41 +153,62 @@ class WgmmaPatch(HopperVariant):
         return True, ""
 
     def configurations(self) -> Sequence[configs.WgmmaPatchConfig]:
-        return configs.WGMMA_PATCH
+        return configs.WGMMA_PATCH + configs.WGMMA_PATCH_SPLIT_K
+
+    def sources_of(self, config: configs.Config) -> tuple[str, ...]:
+        assert isinstance(config, configs.WgmmaPatchConfig)
+        return (config.source,)
 
     def candidates(self, problem: Conv2dProblem, device: Device) -> Sequence[configs.WgmmaPatchConfig]:
-        """Of the forms that hold the same tile the narrowest."""
+        """Of the forms that hold the same tile, which as many blocks share, the narrowest."""
         narrowest = {}
-        for config in configs.WGMMA_PATCH:
+        for config in self.configurations():
             if config.precision == problem.precision:
-                tile = patch_tile(problem, config.pixels, device.shared_memory_per_block)
-                if tile is not None:
-                    narrowest[tile.images, tile.rows] = config
+                slices = config.split_k_slices
+                tile = patch_tile(problem, config.pixels, device.shared_memory_per_block, slices)
+                if tile is not None and (slices == 1 or splits_well(problem, device, tile, slices)):
+                    narrowest[tile.images, tile.rows, slices] = config
         return list(narrowest.values())
 
     def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.WgmmaPatchConfig) -> None:
-        kernel = jit.get_function(self.name, defines=config.defines())
-        tile = patch_tile(problem, config.pixels, shared_limit())
+        kernel = jit.get_function(config.source, defines=config.defines())
+        tile = patch_tile(problem, config.pixels, shared_limit(), config.split_k_slices)
         assert tile is not None, "not one of the candidates"
         patch = (tile.columns, tile.patch_rows, tile.images)
-        stored = (tile.columns, tile.stored_rows, tile.images)
-        residuals = outputs = tensor_maps.NONE
-        if operands.residual is not None:
-            residuals = tensor_maps.tensor_map(problem, operands.residual, stored)
-        if config.staged:
-            outputs = tensor_maps.tensor_map(problem, operands.y, stored)
-        arguments = (
+        factors = (
             tensor_maps.tensor_map(problem, operands.x, patch),
             tensor_maps.matrix_map(problem, operands.filter.weight, problem.gemm_k, config.FILTERS),
-            residuals,
-            outputs,
+        )
+        described = (
             *operands.tail(),
             np.array(astuple(tile), np.int32).view(f"V{4 * len(astuple(tile))}"),
             conv2d_params(problem, operands.relu),
         )
         tiles = tile.pixel_tiles * blocks(problem.K, config.FILTERS)
-        grid = (min(tiles, multiprocessors()),)
+        grid: tuple[int, ...]
+        arguments: tuple[Any, ...]
+        if config.cluster:
+            grid, arguments = (tiles, 1, config.split_k_slices), (*factors, *described)
+        else:
+            stored = (tile.columns, tile.stored_rows, tile.images)
+            residuals = outputs = tensor_maps.NONE
+            if operands.residual is not None:
+                residuals = tensor_maps.tensor_map(problem, operands.residual, stored)
+            if config.staged:
+                outputs = tensor_maps.tensor_map(problem, operands.y, stored)
+            grid = (min(tiles, multiprocessors()),)
+            arguments = (*factors, residuals, outputs, *described)
         jit.launch(kernel, grid, (config.threads,), arguments, shared=tile.shared_memory, waits=True)
+
+
+def splits_well(problem: Conv2dProblem, device: Device, tile: PatchTile, split_k_slices: int) -> bool:
+    """Whether conv2d_wgmma_patch_split_k solves a problem, with a slice of channels for each block that shares a tile,
+    and no more blocks than run at a time.
+    """
+    config = configs.WgmmaPatchConfig(problem.precision, 64)
+    enough = problem.C // config.channels >= split_k_slices
+    few = tile.pixel_tiles * blocks(problem.K, config.FILTERS) * split_k_slices <= device.sm_count
+    return problem.K % 8 == 0 and enough and few
 
 
 def shared_limit() -> int:

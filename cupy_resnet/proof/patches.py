@@ -89,7 +89,7 @@ def patch_of(config: Any, problem: Conv2dProblem) -> Patch | None:
         return Patch(rows, columns, image_rows, config.tile_m, config.tile_m, tiles)
     if not isinstance(config, WgmmaPatchConfig):
         return None
-    tile = patch_tile(problem, config.pixels, H100.shared_memory_per_block)
+    tile = patch_tile(problem, config.pixels, H100.shared_memory_per_block, config.split_k_slices)
     if tile is None:
         raise ValueError(f"{config} has no tile for {problem}")
     slices = problem.R * problem.S * blocks(problem.C, config.channels)
@@ -101,7 +101,7 @@ def patch_of(config: Any, problem: Conv2dProblem) -> Patch | None:
         pixels=tile.images * tile.rows * problem.W,
         tiles=tile.pixel_tiles,
         image_tiles=tile.row_tiles if tile.images == 1 else None,
-        filters_stay=problem.K <= config.FILTERS and slices <= tile.num_stages,
+        filters_stay=not config.cluster and problem.K <= config.FILTERS and slices <= tile.num_stages,
     )
 
 

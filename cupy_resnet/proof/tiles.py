@@ -129,12 +129,14 @@ def _tensor_core_tile(config: Any, problem: Conv2dProblem) -> Tile | None:
         patch = patch_of(config, problem)
         assert patch is not None
         block = (patch.pixels, config.FILTERS)
+        halves = 2 if config.cluster else 1  # both consumers work on a tile
         return Tile(
             *block,
             *block,
             worker="warpgroup",
-            instruction=(config.pixels, config.FILTERS),
+            instruction=(config.pixels // halves, config.FILTERS),
             others=config.threads - WORKERS["warpgroup"],
+            split_k=config.split_k_slices,
             element_size=size,
             patch=patch,
         )

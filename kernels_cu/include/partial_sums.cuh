@@ -1,5 +1,5 @@
 // Partial sums that meet in a cluster: how they lie in the shared memory of the block that adds them up, and how it turns
-// them into outputs. conv2d_mma, conv2d_mma_patch and conv2d_wgmma_split_k share it.
+// them into outputs. conv2d_mma, conv2d_mma_patch, conv2d_wgmma_split_k and conv2d_wgmma_patch_split_k share it.
 //
 // The including file defines ELEMENT.
 #pragma once
@@ -81,6 +81,25 @@ struct PartialSums {
         }
     }
 
+    // The parts' 8 sums, the `eight`-th of a row, added up in the order of the depth.
+    static __device__ __forceinline__ void add_up(float (&sums)[8], const unsigned char* received, int row, int eight) {
+        const int first = threadIdx.x / 4 % 2;  // half the lanes begin with the second 4, again because of the banks
+        float4 totals[2] = {};
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int quad = eight * 2 + (i ^ first);
+                const float4 v =
+                    *reinterpret_cast<const float4*>(received + row_offset(part, row) + swizzled_quad(row, quad));
+                totals[i].x += v.x, totals[i].y += v.y, totals[i].z += v.z, totals[i].w += v.w;
+            }
+        }
+        const float4 low = first ? totals[1] : totals[0], high = first ? totals[0] : totals[1];
+        sums[0] = low.x, sums[1] = low.y, sums[2] = low.z, sums[3] = low.w;
+        sums[4] = high.x, sums[5] = high.y, sums[6] = high.z, sums[7] = high.w;
+    }
+
   private:
     static __device__ __forceinline__ int row_of(int pass) {
         return static_cast<int>(threadIdx.x) / EIGHTS + pass * (THREADS / EIGHTS);
@@ -103,22 +122,4 @@ struct PartialSums {
             return static_cast<long long>(m + row_of(pass)) * params.K + k;
         }
     };
-
-    static __device__ __forceinline__ void add_up(float (&sums)[8], const unsigned char* received, int row, int eight) {
-        const int first = threadIdx.x / 4 % 2;  // half the lanes begin with the second 4, again because of the banks
-        float4 totals[2] = {};
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int quad = eight * 2 + (i ^ first);
-                const float4 v =
-                    *reinterpret_cast<const float4*>(received + row_offset(part, row) + swizzled_quad(row, quad));
-                totals[i].x += v.x, totals[i].y += v.y, totals[i].z += v.z, totals[i].w += v.w;
-            }
-        }
-        const float4 low = first ? totals[1] : totals[0], high = first ? totals[0] : totals[1];
-        sums[0] = low.x, sums[1] = low.y, sums[2] = low.z, sums[3] = low.w;
-        sums[4] = high.x, sums[5] = high.y, sums[6] = high.z, sums[7] = high.w;
-    }
 };
