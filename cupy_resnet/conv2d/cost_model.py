@@ -162,7 +162,7 @@ def _wgmma_patch_microseconds(problem: Conv2dProblem, device: Device, config: co
 
 
 WGMMA_PATCH_SPLIT_K_MICROSECONDS = 2.5
-"""For a block beside its slices of channels: until the first has come, and from the last until all parts are added up."""
+"""For a block beside its slices of channels: until the first has come, and until all parts are added up."""
 
 INGRESS_BYTES_PER_MICROSECOND = 1.1e5
 """What L2 of an H100 delivers to a multiprocessor: 64 bytes a clock."""
