@@ -12,9 +12,9 @@ from .configs_wgmma import WGMMA as WGMMA
 from .configs_wgmma import WGMMA_3XTF32 as WGMMA_3XTF32
 from .configs_wgmma import WGMMA_PATCH as WGMMA_PATCH
 from .configs_wgmma import WGMMA_PATCH_PIXELS as WGMMA_PATCH_PIXELS
-from .configs_wgmma import WGMMA_PATCH_TF32_PIXELS as WGMMA_PATCH_TF32_PIXELS
 from .configs_wgmma import WGMMA_PATCH_SPLIT_K as WGMMA_PATCH_SPLIT_K
 from .configs_wgmma import WGMMA_PATCH_SPLIT_K_PIXELS as WGMMA_PATCH_SPLIT_K_PIXELS
+from .configs_wgmma import WGMMA_PATCH_TF32_PIXELS as WGMMA_PATCH_TF32_PIXELS
 from .configs_wgmma import WGMMA_SPLIT_K as WGMMA_SPLIT_K
 from .configs_wgmma import BackToBackConfig as BackToBackConfig
 from .configs_wgmma import Wgmma3xTf32Config as Wgmma3xTf32Config
