@@ -143,17 +143,8 @@ __device__ __forceinline__ void finish(const float (&sums)[BLOCKS_M][TILE_N / 2]
             for (int i = 0; i < TOGETHER && ADD; ++i) load_matrices(words[i], place_of(i));
 #pragma unroll
             for (int i = 0; i < TOGETHER; ++i) {
-#pragma unroll
-                for (int matrix = 0; matrix < 4; ++matrix) {
-                    const int block = column / 8 + i * 2 + matrix / 2;
-                    const float* const pair = &sums[m][block * 4 + matrix % 2 * 2];
-                    float low = pair[0] + biases[block].x, high = pair[1] + biases[block].y;
-                    if (ADD) {
-                        low += to_float(Element{static_cast<unsigned short>(words[i][matrix])});
-                        high += to_float(Element{static_cast<unsigned short>(words[i][matrix] >> 16)});
-                    }
-                    words[i][matrix] = finished_pair<Element>(low, high, floor);
-                }
+                const int block = column / 8 + i * 2;
+                finish_matrices<Element, ADD>(words[i], &sums[m][block * 4], &biases[block], floor);
                 store_matrices(place_of(i), words[i]);
             }
         }

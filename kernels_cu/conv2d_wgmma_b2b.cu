@@ -159,15 +159,7 @@ struct Consumer {
         for (int j = 0; j < STEPS; ++j) load_matrices(words[j], place ^ j * 32);
 #pragma unroll
         for (int j = 0; j < STEPS; ++j) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int block = j * 2 + i / 2;
-                const float* const pair = sums + block * 4 + i % 2 * 2;
-                const unsigned word = words[j][i];
-                const float low = pair[0] + biases[block].x + to_float(ELEMENT{static_cast<unsigned short>(word)});
-                const float high = pair[1] + biases[block].y + to_float(ELEMENT{static_cast<unsigned short>(word >> 16)});
-                words[j][i] = finished_pair<ELEMENT>(low, high, floor);
-            }
+            finish_matrices<ELEMENT, true>(words[j], &sums[j * 8], &biases[j * 2], floor);
             store_matrices(place ^ j * 32, words[j]);
             finished[j][0] = words[j][0] | static_cast<unsigned long long>(words[j][1]) << 32;
             finished[j][1] = words[j][2] | static_cast<unsigned long long>(words[j][3]) << 32;
@@ -230,12 +222,7 @@ struct Consumer {
 #pragma unroll
             for (int j = 0; j < STEPS; ++j) {
                 unsigned words[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int block = j * 2 + i / 2;
-                    const float* const pair = sums[k / MIDDLE] + k % MIDDLE / 2 + block * 4 + i % 2 * 2;
-                    words[i] = finished_pair<ELEMENT>(pair[0] + biases[block].x, pair[1] + biases[block].y, floor);
-                }
+                finish_matrices<ELEMENT, false>(words, &sums[k / MIDDLE][k % MIDDLE / 2 + j * 8], &biases[j * 2], floor);
                 store_matrices(place ^ j * 32, words);
             }
             store_stage(maps.next_outputs, k, m0);

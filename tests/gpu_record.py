@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ def hashes() -> dict[str, str]:
 
 
 def subject() -> dict[str, Any]:
-    """What a record written here and now speaks of."""
+    """What a record written here and now speaks of, torch's cuDNN included, whoever imports torch beside it."""
+    with suppress(ImportError):
+        import torch  # noqa: F401
     return {**describe_machine(), "sha256": hashes()}
 
 

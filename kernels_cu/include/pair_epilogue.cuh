@@ -23,3 +23,19 @@ __device__ __forceinline__ void load_biases(float2 (&biases)[COUNT], const float
         biases[j] = bias && column < K ? *reinterpret_cast<const float2*>(bias + column) : make_float2(0.0f, 0.0f);
     }
 }
+
+// Finishes 16 × 16 outputs of a warp, two blocks of 8 columns: `words` has their residuals, if ADD, as load_matrices gives them,
+// and then the results, as store_matrices takes them.
+template <typename Element, bool ADD>
+__device__ __forceinline__ void finish_matrices(unsigned (&words)[4], const float* sums, const float2* biases, unsigned floor) {
+#pragma unroll
+    for (int matrix = 0; matrix < 4; ++matrix) {
+        const float* const pair = sums + matrix / 2 * 4 + matrix % 2 * 2;
+        float low = pair[0] + biases[matrix / 2].x, high = pair[1] + biases[matrix / 2].y;
+        if (ADD) {
+            low += to_float(Element{static_cast<unsigned short>(words[matrix])});
+            high += to_float(Element{static_cast<unsigned short>(words[matrix] >> 16)});
+        }
+        words[matrix] = finished_pair<Element>(low, high, floor);
+    }
+}
