@@ -83,7 +83,7 @@ MISTAKES = {
     "rows are exchanged": (f"words[j][0] | {WIDE}(words[j][1])", f"words[j][1] | {WIDE}(words[j][0])"),
     "a column comes twice": ("finished[j][0] = words[j][0]", "finished[j][0] = words[j][2]"),
     "the wrong part": ("maps.next, full, k, part * MIDDLE);", "maps.next, full, k, 0);"),
-    "the wrong sums": ("sums[k / MIDDLE] + k % MIDDLE / 2 +", "sums[0] + k % MIDDLE / 2 +"),
+    "the wrong sums": ("&sums[k / MIDDLE][k % MIDDLE / 2 +", "&sums[0][k % MIDDLE / 2 +"),
     "the second's ReLU": ("next_bias, next_floor);\n        } else", "next_bias, second_floor);\n        } else"),
     "filters fetched again": ("1 + PARTS : 1", "1 : 1"),
 }  # fmt: skip
