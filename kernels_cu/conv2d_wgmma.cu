@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                  const float* __restrict__ bias, const ELEMENT* residual, const Conv2dParams params) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ Barriers barriers;
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // the same for a warp, for the compiler to see
+    const int warpgroup = this_warpgroup();
     if (threadIdx.x == 0) {
         for (int i = 0; i < NUM_STAGES; ++i) {
             barrier_init(shared_address(&barriers.full[i]), 1);

@@ -295,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                      const Conv2dParams second, const int next_relu) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ Barriers barriers;
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // the same for a warp, for the compiler to see
+    const int warpgroup = this_warpgroup();
     if (threadIdx.x == 0) {
         init(barriers.pixels, CONSUMERS);
         init(barriers.filters, CONSUMERS);

@@ -254,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ Barriers barriers;
     __shared__ unsigned short pixel_of[PIXELS];
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // the same for a warp, for the compiler to see
+    const int warpgroup = this_warpgroup();
     if (threadIdx.x == 0) {
         for (int i = 0; i < shape.num_stages; ++i) {
             barrier_init(shared_address(&barriers.full[i]), 1);

@@ -236,7 +236,7 @@ extern "C" __global__ void __cluster_dims__(1, 1, SPLIT_K_CLUSTER) __launch_boun
     unsigned char* const received = shared + PATCHES * shape.patch_bytes + shape.num_stages * STAGE_BYTES;
 
     let_next_kernel_start();
-    const int consumer = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // the same for a warp, for the compiler to see
+    const int consumer = this_warpgroup();
     if (consumer == CONSUMERS) {
         if (threadIdx.x == FINISHERS) {
             produce_filters(filters, barriers, stages, shape, params, tile, begin * SLICE_CHANNELS, chunks);

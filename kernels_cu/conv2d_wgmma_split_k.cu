@@ -165,7 +165,7 @@ extern "C" __global__ void __cluster_dims__(1, 1, SPLIT_K_CLUSTER) __launch_boun
     unsigned char* const received = shared + NUM_STAGES * STAGE_BYTES;
 
     let_next_kernel_start();
-    const int consumer = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // the same for a warp, for the compiler to see
+    const int consumer = this_warpgroup();
     if (consumer == CONSUMERS) {
         if (threadIdx.x == FINISHERS) {
             produce_filters(filters, shortcut_filters, barriers, stages, params, n0, begin, slices);

@@ -20,6 +20,10 @@ __device__ __forceinline__ unsigned long long plain_operand(unsigned shared_addr
            static_cast<unsigned long long>(depth_step / 16) << 16 | static_cast<unsigned long long>(rows_step / 16) << 32;
 }
 
+// Which of the block's warpgroups this thread belongs to, as the same for a whole warp so that the compiler sees it: otherwise
+// it does not know that what depends on the number is uniform, and puts R2UR instructions ahead of each product.
+__device__ __forceinline__ int this_warpgroup() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
+
 // Orders this warpgroup's accesses to accumulators before the instructions that follow.
 __device__ __forceinline__ void warpgroup_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 // Closes the group of instructions issued since the last commit.
