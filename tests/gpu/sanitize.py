@@ -58,6 +58,9 @@ WIDE = replace(ALIGNED, C=128, stride_w=2)
 DENSE = replace(WIDE, stride_w=1)
 """Whole slices of 128 bytes."""
 
+DEEP = replace(DENSE, N=3, C=512)
+"""As many slices of channels as a cluster has blocks, and three images in the largest tile."""
+
 SHORTCUT = replace(DENSE, shortcut_channels=64, shortcut_stride=2)
 GROUPED = Conv2dProblem(N=2, H=7, W=6, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, groups=16)
 
@@ -121,7 +124,7 @@ def launch_convolutions() -> None:
     import cupy
 
     device = describe_device(cupy.cuda.runtime.getDevice())
-    for shape in (ALIGNED, POINTWISE, UNALIGNED, GROUPED, WIDE, DENSE, SHORTCUT, SHALLOW):
+    for shape in (ALIGNED, POINTWISE, UNALIGNED, GROUPED, WIDE, DENSE, DEEP, SHORTCUT, SHALLOW):
         for variant in VARIANTS.values():
             for precision in variant.precisions:
                 problem = replace(shape, precision=precision)

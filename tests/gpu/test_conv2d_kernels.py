@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 
 from cupy_resnet import environment
 from cupy_resnet.conv2d import H100, PRECISIONS, VARIANTS, Conv2dProblem
-from cupy_resnet.conv2d.configs import WGMMA_PATCH
+from cupy_resnet.conv2d.configs import WGMMA_PATCH, WGMMA_PATCH_SPLIT_K
 from cupy_resnet.conv2d.heuristics import fastest
 from cupy_resnet.conv2d.variants import Filter, Operands
 from cupy_resnet.conv2d.wgmma_patch import patch_tile
@@ -188,6 +188,29 @@ def test_every_form_of_a_patch_on_resnets_maps(precision: str, guarded: Any) -> 
                 for epilogue in EPILOGUES[::7]:  # none of it, and all
                     given = dict(zip(("bias", "residual", "relu"), epilogue, strict=True))
                     failures += on_device.failures("conv2d_wgmma_patch", config, case.expected(**given), **given)
+    assert not failures, "\n".join(failures)
+    assert launched == forms
+
+
+@pytest.mark.parametrize("precision", VARIANTS["conv2d_wgmma_patch"].precisions)
+def test_every_form_of_a_patch_that_blocks_share(precision: str, guarded: Any) -> None:
+    """On maps of ResNet, tiles, images and filters in part empty; of channels not as many slices for each block."""
+    forms = {config for config in WGMMA_PATCH_SPLIT_K if config.precision == precision}
+    channels = next(iter(forms)).channels
+    failures, launched = [], set()
+    for size, slices in ((28, 2), (14, 5), (7, 9)):
+        shape = Conv2dProblem(N=5, H=size, W=size, C=slices * channels, K=72, R=3, S=3, pad_h=1, pad_w=1)
+        problem = replace(shape, precision=precision)
+        case = integer_case(problem, EXACT_UP_TO[precision], seed=size)
+        on_device = OnDevice(guarded, problem, case)
+        for config in sorted(forms, key=lambda config: (config.pixels, config.split_k_slices)):
+            tile = patch_tile(problem, config.pixels, H100.shared_memory_per_block, config.split_k_slices)
+            if tile is None or config.split_k_slices > slices:
+                continue
+            launched.add(config)
+            for epilogue in EPILOGUES[::7]:  # none of it, and all
+                given = dict(zip(("bias", "residual", "relu"), epilogue, strict=True))
+                failures += on_device.failures("conv2d_wgmma_patch", config, case.expected(**given), **given)
     assert not failures, "\n".join(failures)
     assert launched == forms
 
