@@ -11,8 +11,8 @@ from wgmma_support import assert_constants, parameters
 from cupy_resnet.conv2d import H100, PRECISIONS, Device, stem, stem_choice, stem_wgmma, stem_wgmma_tf32
 from cupy_resnet.conv2d.stem_wgmma import COSTS, PIXELS, Costs, Tiling, column_tiles, tiling
 from cupy_resnet.conv2d.stem_wgmma_tf32 import TAP_COLUMNS, in_steps
+from cupy_resnet.conv2d.tf32_parts import split_tf32
 from cupy_resnet.conv2d.variants import NULL, Filter
-from cupy_resnet.conv2d.wgmma_3xtf32 import split_tf32
 from cupy_resnet.explanation import explain
 from cupy_resnet.jit import launching, list_kernels
 from cupy_resnet.kernels import configurations

@@ -22,8 +22,9 @@ from cupy_resnet.conv2d import (
 )
 from cupy_resnet.conv2d.configs import WGMMA_3XTF32, Wgmma3xTf32Config
 from cupy_resnet.conv2d.params import conv2d_params
+from cupy_resnet.conv2d.tf32_parts import TRUNCATION, split_tf32
 from cupy_resnet.conv2d.variants import NULL, Filter
-from cupy_resnet.conv2d.wgmma_3xtf32 import TRUNCATION, split_filter, split_tf32
+from cupy_resnet.conv2d.wgmma_3xtf32 import split_filter
 from cupy_resnet.jit import compile_kernel, list_kernels
 from cupy_resnet.jit.sources import find_kernel, load_program
 from cupy_resnet.kernels import configurations

@@ -12,7 +12,7 @@ from wgmma_host import COMPILER, Program, build, expected_output, random_epilogu
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.configs import WGMMA_3XTF32
-from cupy_resnet.conv2d.wgmma_3xtf32 import split_tf32
+from cupy_resnet.conv2d.tf32_parts import split_tf32
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 

@@ -167,20 +167,19 @@ class Winograd(Variant):
 
     def transformed(self, problem: Conv2dProblem, filter: Filter, config: configs.WinogradConfig) -> "cupy.ndarray":
         """The filter as G g Gᵀ, computed once per filter."""
-        import cupy
 
-        key = (self.name, config)
-        if key not in filter.packed:
+        def make(weight: "cupy.ndarray") -> "cupy.ndarray":
+            import cupy
+
             k_padded = blocks(problem.K, config.TILE_K) * config.TILE_K
             c_padded = blocks(problem.C, config.chunk) * config.chunk
             out = cupy.empty(16 * k_padded * c_padded, cupy.float32)
             kernel = jit.get_function("conv2d_winograd", "winograd_filter_transform", defines=config.defines())
-            arguments = (filter.weight, out, np.int32(problem.K), np.int32(problem.C))
+            arguments = (weight, out, np.int32(problem.K), np.int32(problem.C))
             kernel((blocks(k_padded * c_padded, 256),), (256,), arguments)
-            # Published only when it is there: another thread may use it on a stream that is not ordered after this one.
-            cupy.cuda.get_current_stream().synchronize()
-            filter.packed[key] = out
-        return filter.packed[key]
+            return out
+
+        return filter.derived((self.name, config), make)
 
     def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.WinogradConfig) -> None:
         transformed = self.transformed(problem, operands.filter, config)

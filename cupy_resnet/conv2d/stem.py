@@ -155,17 +155,16 @@ def _tiles(y_shape: tuple[int, ...]) -> int:
 
 def padded_filter(filter: Filter) -> "cupy.ndarray":
     """Returns the filter as (K, 7, 8 · units): each row's 7 · C values, then zeros; made once per filter."""
-    key = SOURCE
-    if key not in filter.packed:
+
+    def make(weight: "cupy.ndarray") -> "cupy.ndarray":
         import cupy
 
-        K, R, S, C = filter.weight.shape
-        padded = cupy.zeros((K, R, 8 * _units(C)), filter.weight.dtype)
-        padded[:, :, : S * C] = filter.weight.reshape(K, R, S * C)
-        # Published only when it is there: another thread may use it on a stream that is not ordered after this one.
-        cupy.cuda.get_current_stream().synchronize()
-        filter.packed[key] = padded
-    return filter.packed[key]
+        K, R, S, C = weight.shape
+        padded = cupy.zeros((K, R, 8 * _units(C)), weight.dtype)
+        padded[:, :, : S * C] = weight.reshape(K, R, S * C)
+        return padded
+
+    return filter.derived(SOURCE, make)
 
 
 def _units(channels: int) -> int:

@@ -202,17 +202,16 @@ def launch_grid(cut: Tiling, K: int, sm_count: int, costs: Costs = COSTS) -> tup
 
 def cell_filter(filter: Filter) -> "cupy.ndarray":
     """Returns the filter as (K, 7, 8, 4), its eighth column and the channels after C zeros; made once per filter."""
-    key = SOURCE
-    if key not in filter.packed:
+
+    def make(weight: "cupy.ndarray") -> "cupy.ndarray":
         import cupy
 
-        K, R, S, C = filter.weight.shape
-        cells = cupy.zeros((K, R, 8, 4), filter.weight.dtype)
-        cells[:, :, :S, :C] = filter.weight
-        # Published only when it is there: another thread may use it on a stream that is not ordered after this one.
-        cupy.cuda.get_current_stream().synchronize()
-        filter.packed[key] = cells
-    return filter.packed[key]
+        K, R, S, C = weight.shape
+        cells = cupy.zeros((K, R, 8, 4), weight.dtype)
+        cells[:, :, :S, :C] = weight
+        return cells
+
+    return filter.derived(SOURCE, make)
 
 
 def shared_memory(pixels: int, element: str, channels: int) -> int:

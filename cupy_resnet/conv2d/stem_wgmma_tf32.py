@@ -10,8 +10,8 @@ from .device import Device
 from .precision import PRECISIONS, Precision
 from .stem import INPUTS, multiprocessors_of, stem_params
 from .stem_wgmma import FILTERS, PIXELS, Costs, launch_grid, stage_bytes, supports_stem_on_hopper, tiling
+from .tf32_parts import split_tf32
 from .variant import NULL, Filter, Support
-from .wgmma_3xtf32 import split_tf32
 
 if TYPE_CHECKING:
     import cupy
@@ -106,15 +106,13 @@ def _cached_defines(precision: str, dtype: str, channels: int, pixels: int) -> d
 
 def step_filter(filter: Filter, products: int) -> "cupy.ndarray":
     """Returns the filter as `in_steps` lays it out; made once per filter and number of products."""
-    key = f"{SOURCE} {products}"
-    if key not in filter.packed:
+
+    def make(weight: "cupy.ndarray") -> "cupy.ndarray":
         import cupy
 
-        steps = in_steps(filter.weight, products, cupy)
-        # Published only when it is there: another thread may use it on a stream that is not ordered after this one.
-        cupy.cuda.get_current_stream().synchronize()
-        filter.packed[key] = steps
-    return filter.packed[key]
+        return in_steps(weight, products, cupy)
+
+    return filter.derived((SOURCE, products), make)
 
 
 def in_steps(weight: "cupy.ndarray", products: int, xp: Any) -> "cupy.ndarray":

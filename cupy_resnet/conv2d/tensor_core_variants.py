@@ -352,19 +352,18 @@ def merged_filter(problem: Conv2dProblem, filter: Filter, count: int) -> "cupy.n
     """Returns the filter for `count` neighbouring groups as one, (K, R, S, count · C/groups), made once per filter."""
     if count == 1:
         return filter.weight
-    key = ("merged", count)
-    if key not in filter.packed:
+
+    def make(weight: "cupy.ndarray") -> "cupy.ndarray":
         import cupy
 
-        K, R, S, C = filter.weight.shape
-        wide = cupy.zeros((problem.groups // count, count, problem.gemm_n, R, S, count, C), filter.weight.dtype)
-        narrow = filter.weight.reshape(problem.groups // count, count, problem.gemm_n, R, S, C)
+        K, R, S, C = weight.shape
+        wide = cupy.zeros((problem.groups // count, count, problem.gemm_n, R, S, count, C), weight.dtype)
+        narrow = weight.reshape(problem.groups // count, count, problem.gemm_n, R, S, C)
         for member in range(count):
             wide[:, member, :, :, :, member] = narrow[:, member]
-        # Published only when it is there: another thread may use it on a stream that is not ordered after this one.
-        cupy.cuda.get_current_stream().synchronize()
-        filter.packed[key] = wide.reshape(K, R, S, count * C)
-    return filter.packed[key]
+        return wide.reshape(K, R, S, count * C)
+
+    return filter.derived(("merged", count), make)
 
 
 def tile_count(problem: Conv2dProblem, config: configs.MmaConfig | configs.WmmaConfig | configs.WgmmaConfig) -> int:

@@ -1,6 +1,6 @@
 """What a convolution kernel is to the rest: it says what it supports, how it can be specialised, and launches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,18 @@ class Filter:
     """A KRSC filter on the GPU, with the forms that variants have derived from it."""
 
     weight: "cupy.ndarray"
-    packed: dict[Any, "cupy.ndarray"] = field(default_factory=dict)
+    packed: dict[Hashable, "cupy.ndarray"] = field(default_factory=dict)
+
+    def derived(self, key: Hashable, make: Callable[["cupy.ndarray"], "cupy.ndarray"]) -> "cupy.ndarray":
+        """Returns what `make` makes of the weight, once per key."""
+        if key not in self.packed:
+            import cupy
+
+            made = make(self.weight)
+            # Published only when it is there: another thread may use it on a stream that is not ordered after this one.
+            cupy.cuda.get_current_stream().synchronize()
+            self.packed[key] = made
+        return self.packed[key]
 
 
 @dataclass(frozen=True)

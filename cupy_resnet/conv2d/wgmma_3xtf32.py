@@ -1,9 +1,7 @@
 """conv2d_wgmma_3xtf32: its filter in two parts, and its launch."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from .. import jit
 from . import configs, tensor_maps
@@ -11,13 +9,11 @@ from .device import Device
 from .params import conv2d_params
 from .problem import Conv2dProblem
 from .tensor_core_variants import WgmmaIm2col, multiprocessors
+from .tf32_parts import split_tf32
 from .variant import Filter, Operands, blocks
 
 if TYPE_CHECKING:
     import cupy
-
-TRUNCATION = float.fromhex("0x1.4p-25")
-"""What tensor cores lose of a sum on average: `make_up_for_truncation` in kernels_cu/include/tensor_core.cuh."""
 
 
 class Wgmma3xTf32(WgmmaIm2col):
@@ -53,30 +49,12 @@ class Wgmma3xTf32(WgmmaIm2col):
 
 def split_filter(filter: Filter) -> "cupy.ndarray":
     """Returns the filter's high parts and below them its low parts, (2, K, R, S, C), made once per filter."""
-    key = "3xtf32"
-    if key not in filter.packed:
+
+    def make(weight: "cupy.ndarray") -> "cupy.ndarray":
         import cupy
 
-        parts = cupy.empty((2, *filter.weight.shape), cupy.float32)
-        parts[0], parts[1] = split_tf32(filter.weight)
-        # Published only when it is there: another thread may use it on a stream that is not ordered after this one.
-        cupy.cuda.get_current_stream().synchronize()
-        filter.packed[key] = parts
-    return filter.packed[key]
+        parts = cupy.empty((2, *weight.shape), cupy.float32)
+        parts[0], parts[1] = split_tf32(weight)
+        return parts
 
-
-def split_tf32(values: Any) -> tuple[Any, Any]:
-    """Splits fp32 operands in two that tensor cores multiply, as the function of this name in tensor_core.cuh does.
-
-    Args:
-        values: a float32 array of NumPy or CuPy, C-contiguous.
-
-    Returns:
-        The nearest TF32, and what that leaves with what `make_up_for_truncation` adds to it: float32 arrays. Where the
-        first is not finite, the second is NaN, as for the kernels that split on the GPU.
-    """
-    high = ((values.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
-    with np.errstate(invalid="ignore"):
-        exact = high.astype(np.float64)  # as are differences and sums of these: low is rounded once, as by fmaf
-        low = (values.astype(np.float64) - exact + exact * TRUNCATION).astype(np.float32)
-    return high, low
+    return filter.derived("3xtf32", make)
