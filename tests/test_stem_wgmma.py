@@ -276,7 +276,7 @@ def launched(
     monkeypatch.setattr(module, "multiprocessors_of", lambda device: SMS)
     x = Array((8, 224, 224, 3), np.float32, (4 * 3 * 224 * 224, 4 * 224, 4, 4 * 224 * 224))
     y: Any = Array((8, 56, 56, 64), PRECISIONS[precision].storage)
-    keys = (module.SOURCE, f"{module.SOURCE} {PRECISIONS[precision].products}")
+    keys = (module.SOURCE, (module.SOURCE, PRECISIONS[precision].products))
     filter: Any = Filter("weight", dict.fromkeys(keys, "cells"))  # type: ignore[arg-type]
     launch(x, filter, "bias", *vectors, y, PRECISIONS[precision])
     (call,) = made
