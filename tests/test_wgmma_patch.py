@@ -77,7 +77,7 @@ def test_every_tile_covers_the_output_and_nothing_else(
     candidates = VARIANTS["conv2d_wgmma_patch"].candidates(problem, H100)
     assert candidates
     for config in candidates:
-        tile = patch_tile(problem, config.pixels, LIMIT)
+        tile = patch_tile(problem, config.pixels, LIMIT, config.split_k_slices)
         assert tile is not None
         assert tile.shared_memory + 1024 <= LIMIT
         assert tile.patch_bytes % 1024 == tile.staged_bytes % 1024 == 0
