@@ -38,7 +38,7 @@ def convolved(problem: Conv2dProblem, x: np.ndarray, weight: np.ndarray, pixels:
         for r, s in itertools.product(range(p.R), range(p.S)):
             first = r * tile.columns + s
             sums += patch[first : first + pixels] @ weight[:, r, s].T
-        if tile.staged_bytes == 0:  # as the kernel's pixel_at and Outputs have it
+        if tile.store_bytes == 0:  # as the kernel's pixel_at and Outputs have it
             store_by_pixels(p, tile, sums, y.reshape(-1, p.K), n, h)
             continue
         staged = np.full((tile.staged_bytes // 128, p.K), np.nan, np.float32)

@@ -58,6 +58,9 @@ WIDE = replace(ALIGNED, C=128, stride_w=2)
 DENSE = replace(WIDE, stride_w=1)
 """Whole slices of 128 bytes."""
 
+DEEP = replace(DENSE, N=3, C=512)
+"""As many slices of channels as a cluster has blocks, and three images in the largest tile."""
+
 SHORTCUT = replace(DENSE, shortcut_channels=64, shortcut_stride=2)
 GROUPED = Conv2dProblem(N=2, H=7, W=6, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, groups=16)
 
@@ -103,7 +106,7 @@ def numbers(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def few(candidates: Any) -> Iterator[Any]:
     """Of a variant's configurations the largest and the smallest tile, whole and with the depth cut in three, and two
-    whose blocks form clusters, of each size.
+    whose blocks form clusters, of each size; beside these the smallest of the others.
     """
     groups: dict[int, dict[Any, Any]] = {}
     for config in candidates:
@@ -112,7 +115,9 @@ def few(candidates: Any) -> Iterator[Any]:
     for forms in groups.values():
         tiles = list(forms.values())
         clustered = [tile for tile in tiles if any(getattr(config, "cluster", False) for config in tile)]
-        for configs in {id(tile): tile for tile in (tiles[0], tiles[-1], *clustered[:1], *clustered[-1:])}.values():
+        others = [tile for tile in tiles if tile not in clustered]
+        chosen = (tiles[0], tiles[-1], *clustered[:1], *clustered[-1:], *others[-1:])
+        for configs in {id(tile): tile for tile in chosen}.values():
             yield from (c for c in configs if getattr(c, "cluster", False) or getattr(c, "split_k_slices", 1) in (1, 3))
 
 
@@ -121,7 +126,7 @@ def launch_convolutions() -> None:
     import cupy
 
     device = describe_device(cupy.cuda.runtime.getDevice())
-    for shape in (ALIGNED, POINTWISE, UNALIGNED, GROUPED, WIDE, DENSE, SHORTCUT, SHALLOW):
+    for shape in (ALIGNED, POINTWISE, UNALIGNED, GROUPED, WIDE, DENSE, DEEP, SHORTCUT, SHALLOW):
         for variant in VARIANTS.values():
             for precision in variant.precisions:
                 problem = replace(shape, precision=precision)
