@@ -130,7 +130,7 @@ def test_kernels_with_a_single_form_cost_nothing_to_choose() -> None:
 def test_the_depth_is_split_where_there_are_few_pixels(precision: str) -> None:
     """At N = 1 the last stage has 49 pixels: without split-K a handful of multiprocessors would do all the work."""
     one = tile(replace(DEEP, N=1, precision=precision))
-    assert isinstance(one, MmaConfig | WgmmaConfig)
+    assert isinstance(one, MmaConfig | WgmmaConfig | WgmmaPatchConfig)
     assert one.split_k_slices >= 4
     many = tile(replace(DEEP, N=256, precision=precision), "conv2d_mma")
     assert isinstance(many, MmaConfig)

@@ -20,6 +20,7 @@ from cupy_resnet.conv2d.configs import (
     WGMMA,
     WGMMA_3XTF32,
     WGMMA_PATCH,
+    WGMMA_PATCH_SPLIT_K,
     WGMMA_SPLIT_K,
     WINOGRAD,
     Config,
@@ -195,6 +196,13 @@ def test_a_block_of_wgmma_split_k_fits(compiled, config) -> None:
     assert used.registers * config.threads * fitting <= REGISTERS_PER_SM
 
 
+@pytest.mark.parametrize("config", WGMMA_PATCH_SPLIT_K, ids=lambda config: f"{config.precision} {config}")
+def test_a_block_of_wgmma_patch_split_k_fits(compiled, config) -> None:
+    used = resources(compiled, "conv2d_wgmma_patch_split_k", config)
+    assert used.shared_memory <= 1024  # beside what is dynamic, which begins at a multiple of that
+    assert used.registers * config.threads <= REGISTERS_PER_SM
+
+
 def test_two_blocks_of_the_stem_on_wgmma_fit_and_have_the_registers_that_their_warpgroups_share(compiled) -> None:
     text = load_program(find_kernel(stem_wgmma.SOURCE)).text
     ((producer,), (consumer,)) = (
@@ -235,6 +243,7 @@ def test_a_block_of_the_stem_for_fp32_fits_and_has_the_registers_that_its_warpgr
         ("conv2d_wgmma", WGMMA[0]),
         ("conv2d_wgmma_split_k", WGMMA_SPLIT_K[0]),
         ("conv2d_wgmma_patch", WGMMA_PATCH[0]),
+        ("conv2d_wgmma_patch_split_k", WGMMA_PATCH_SPLIT_K[0]),
         ("conv2d_wgmma_3xtf32", WGMMA_3XTF32[0]),
         ("conv2d_wgmma_b2b", BACK_TO_BACK[0]),
     ],

@@ -38,7 +38,7 @@ def convolved(problem: Conv2dProblem, x: np.ndarray, weight: np.ndarray, pixels:
         for r, s in itertools.product(range(p.R), range(p.S)):
             first = r * tile.columns + s
             sums += patch[first : first + pixels] @ weight[:, r, s].T
-        if tile.staged_bytes == 0:  # as the kernel's pixel_at and Outputs have it
+        if tile.store_bytes == 0:  # as the kernel's pixel_at and Outputs have it
             store_by_pixels(p, tile, sums, y.reshape(-1, p.K), n, h)
             continue
         staged = np.full((tile.staged_bytes // 128, p.K), np.nan, np.float32)
@@ -77,7 +77,7 @@ def test_every_tile_covers_the_output_and_nothing_else(
     candidates = VARIANTS["conv2d_wgmma_patch"].candidates(problem, H100)
     assert candidates
     for config in candidates:
-        tile = patch_tile(problem, config.pixels, LIMIT)
+        tile = patch_tile(problem, config.pixels, LIMIT, config.split_k_slices)
         assert tile is not None
         assert tile.shared_memory + 1024 <= LIMIT
         assert tile.patch_bytes % 1024 == tile.staged_bytes % 1024 == 0

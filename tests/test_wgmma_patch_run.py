@@ -75,8 +75,8 @@ MISTAKES = {
         "SLICE_CHANNELS = 64",
     ),
     "a tap begins in the row before": (
-        "(r * shape.columns + s) * (ROW_BYTES / 16)",
-        "(r * shape.columns) * (ROW_BYTES / 16)",
+        "multiply_tap<PIXELS>(sums, a, b, r * shape.columns + s,",
+        "multiply_tap<PIXELS>(sums, a, b, r * shape.columns,",
     ),
     "zeros between rows are stored": ("if (q >= params.Q || p >=", "if (p >="),
     "zeros between images are stored": ("|| p >= shape.rows ||", "||"),

@@ -106,7 +106,7 @@ def numbers(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def few(candidates: Any) -> Iterator[Any]:
     """Of a variant's configurations the largest and the smallest tile, whole and with the depth cut in three, and two
-    whose blocks form clusters, of each size.
+    whose blocks form clusters, of each size; beside these the smallest of the others.
     """
     groups: dict[int, dict[Any, Any]] = {}
     for config in candidates:
@@ -115,7 +115,9 @@ def few(candidates: Any) -> Iterator[Any]:
     for forms in groups.values():
         tiles = list(forms.values())
         clustered = [tile for tile in tiles if any(getattr(config, "cluster", False) for config in tile)]
-        for configs in {id(tile): tile for tile in (tiles[0], tiles[-1], *clustered[:1], *clustered[-1:])}.values():
+        others = [tile for tile in tiles if tile not in clustered]
+        chosen = (tiles[0], tiles[-1], *clustered[:1], *clustered[-1:], *others[-1:])
+        for configs in {id(tile): tile for tile in chosen}.values():
             yield from (c for c in configs if getattr(c, "cluster", False) or getattr(c, "split_k_slices", 1) in (1, 3))
 
 
