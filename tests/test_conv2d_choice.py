@@ -266,8 +266,7 @@ def test_candidates_are_compiled_forms_that_fit_the_device(name: str) -> None:
                     needed = config.shared_memory if isinstance(config, WinogradConfig) else needed
                     needed = config.shared_memory + STATIC if isinstance(config, WGMMAS) else needed
                     if isinstance(config, WgmmaPatchConfig):
-                        limit = gpu.shared_memory_per_block
-                        tile = patch_tile(problem, config.pixels, limit, config.split_k_slices)
+                        tile = patch_tile(problem, config.pixels, gpu.shared_memory_per_block, config.split_k_slices)
                         assert tile is not None
                         needed = tile.shared_memory + STATIC
                     assert needed <= gpu.shared_memory_per_block, f"{config}, {gpu.name}"
