@@ -14,7 +14,7 @@ from tuning_support import LAYER, PLAIN, FakeBench, entry, fresh_tables
 from cupy_resnet.conv2d import H100, VARIANTS, Conv2dPair, Conv2dProblem, back_to_back, choose, choose_shortcut, tuned
 from cupy_resnet.conv2d.back_to_back import back_to_back_candidates
 from cupy_resnet.conv2d.back_to_back_choice import choose_back_to_back
-from cupy_resnet.conv2d.configs import NoConfig
+from cupy_resnet.conv2d.configs import NoConfig, WgmmaPatchConfig
 from cupy_resnet.conv2d.nearest import FACTOR, FACTOR_OF_FEW, FEW, by_batch_size, nearest, with_batch_size
 from cupy_resnet.conv2d.problem import Problem
 from cupy_resnet.conv2d.tuned import APART, Entry
@@ -246,7 +246,10 @@ def test_shortcuts_follow_the_nearest_too(problem: Conv2dProblem) -> None:
 def test_a_whole_network_does_what_it_was_tuned_to_do_for_the_nearest(
     name: str, N: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the table that comes with the package: what is fused, and each configuration that there is for as many."""
+    """With the table that comes with the package: what is fused, and each configuration that there is for as many.
+
+    Of most problems there is. The exception is a patch that blocks share, which they do only where there are few tiles.
+    """
     monkeypatch.setattr(tuned, "_shipped", SHIPPED)
     near = nearest(N, SIZES)
     assert near is not None
@@ -255,11 +258,14 @@ def test_a_whole_network_does_what_it_was_tuned_to_do_for_the_nearest(
     there = running(network, (near, 3, 224, 224), "fp16", H200)
     of_nearest = {with_batch_size(problem, N): runs for problem, runs in there.items()}
     possible = {p: runs for p, runs in of_nearest.items() if runs.candidate in candidates(p, H200, spread_nan=True)}
-    assert len(possible) > 0.8 * len(of_nearest)
+    configs = {problem: of_nearest[problem].candidate.config for problem in of_nearest.keys() - possible.keys()}
+    shared = [p for p, config in configs.items() if isinstance(config, WgmmaPatchConfig) and config.cluster]
+    assert len(possible) + len(shared) > 0.8 * len(of_nearest)
     assert {problem: here.get(problem) for problem in possible} == possible
     steps = [step for step in explain(network, (N, 3, 224, 224), device=H200, precision="fp16") if step.config]
     told = sum(f"tuned on NVIDIA H200 for N = {near}, the nearest" in step.reason for step in steps)
-    assert told > 0.8 * len(steps)
+    without = sum(step.problem in map(str, shared) for step in steps)
+    assert told + without > 0.8 * len(steps)
     assert not any("the nearest" in s.reason for s in explain(network, (near, 3, 224, 224), device=H200))
 
 
