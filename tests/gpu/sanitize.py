@@ -118,7 +118,12 @@ def few(candidates: Any) -> Iterator[Any]:
         others = [tile for tile in tiles if tile not in clustered]
         chosen = (tiles[0], tiles[-1], *clustered[:1], *clustered[-1:], *others[-1:])
         for configs in {id(tile): tile for tile in chosen}.values():
-            yield from (c for c in configs if getattr(c, "cluster", False) or getattr(c, "split_k_slices", 1) in (1, 3))
+            yield from (c for c in configs if getattr(c, "cluster", False) or slices_of(c) in (1, 3))
+
+
+def slices_of(config: Any) -> int:
+    """Into how many slices a configuration cuts the depth."""
+    return int(getattr(config, "split_k_slices", 1))
 
 
 def launch_convolutions() -> None:
@@ -139,13 +144,17 @@ def launch_convolutions() -> None:
                 if problem.shortcut_channels:
                     x0, filter0 = (numbers(s, storage) for s in (problem.shortcut_shape, problem.shortcut_filter_shape))
                     second = Shortcut(x0, Filter(filter0))
-                candidates = variant.candidates(problem, device)
-                whole = [config for config in candidates if getattr(config, "split_k_slices", 1) == 1]
-                for config in whole if shape is SHALLOW else few(candidates):
+                chosen = list(few(variant.candidates(problem, device)))
+                if shape is SHALLOW:
+                    chosen = [config for config in variant.candidates(problem, device) if slices_of(config) == 1]
+                if shape is DEEP:  # so much that tools take long: for what no other shape is deep enough for
+                    chosen = [config for config in chosen if getattr(config, "cluster", False)]
+                for config in chosen:
                     y = cupy.empty(problem.output_shape, storage)
                     variant.launch(problem, Operands(x, filter, bias, residual, y, True, second), config)
-                y = cupy.empty(problem.output_shape, storage)
-                variant.launch(problem, Operands(x, filter, None, None, y, False, second), config)
+                for config in chosen[-1:]:
+                    y = cupy.empty(problem.output_shape, storage)
+                    variant.launch(problem, Operands(x, filter, None, None, y, False, second), config)
 
 
 def launch_back_to_backs() -> None:
