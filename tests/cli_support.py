@@ -3,11 +3,13 @@
 import logging
 import os
 import pty
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,7 +65,10 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 @contextmanager
 def running(*arguments: str | Path, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A command with pipes to stdin, stdout and stderr; killed at the end if it still runs."""
+    """A command with pipes to stdin, stdout and stderr; killed at the end if it still runs.
+
+    It can be interrupted, even if the tests are a background job, which a shell has ignore that.
+    """
     process = subprocess.Popen(
         [*COMMAND, *map(str, arguments)],
         stdin=subprocess.PIPE,
@@ -71,6 +76,7 @@ def running(*arguments: str | Path, folder: Path) -> Iterator[subprocess.Popen[b
         stderr=subprocess.PIPE,
         cwd=folder,
         env=environment(CUPY_RESNET_CACHE_DIR=str(folder / "cache")),
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         yield process
