@@ -1,25 +1,21 @@
 """conv2d_wgmma_patch_split_k without a GPU: where it is offered, and what its file and the launch agree on."""
 
-import json
 import re
 from dataclasses import astuple, fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from tuning_support import entry
+from tuning_support import assert_split_k_is_expected_to_win, assert_tables_tell_split_k_apart
 from wgmma_support import STATIC_SHARED, assert_constants, collected_launches, operands, parameters, two_gpus
 
 from cupy_resnet.conv2d import H100, VARIANTS, Conv2dProblem, wgmma_patch
 from cupy_resnet.conv2d.configs import WGMMA_PATCH, WGMMA_PATCH_SPLIT_K, WgmmaPatchConfig
-from cupy_resnet.conv2d.cost_model import cost
 from cupy_resnet.conv2d.params import conv2d_params
-from cupy_resnet.conv2d.tuned import config_fields
 from cupy_resnet.conv2d.wgmma_patch import PatchTile, patch_tile
 from cupy_resnet.jit import launching
 from cupy_resnet.jit.sources import find_kernel
 from cupy_resnet.kernels import configurations
-from cupy_resnet.tuning import Candidate
 
 VARIANT = VARIANTS["conv2d_wgmma_patch"]
 KERNEL = "conv2d_wgmma_patch_split_k"
@@ -68,22 +64,11 @@ def test_it_is_offered_where_there_are_few_tiles(precision: str) -> None:
 
 def test_it_is_expected_to_win_where_tiles_are_few() -> None:
     for problem in (DEEP, replace(DEEP, N=1), replace(DEEP, N=1, H=14, W=14, C=256, K=256)):
-        whole = min(
-            cost(problem, H100, config) for config in WGMMA_PATCH if config in VARIANT.candidates(problem, H100)
-        )
-        assert min(cost(problem, H100, config) for config in split(problem)) < whole
+        assert_split_k_is_expected_to_win("conv2d_wgmma_patch", problem)
 
 
 def test_tables_name_it_and_older_tables_mean_the_other_kernel() -> None:
-    candidates = VARIANT.candidates(DEEP, H100)
-    for config in candidates:
-        named = entry(Candidate("conv2d_wgmma_patch", config), DEEP)
-        written = type(named).from_dict(json.loads(json.dumps(named.as_dict())))
-        assert written == named
-        assert written.config_among(candidates) == config
-        if config in WGMMA_PATCH:
-            older = {name: value for name, value in config_fields(config).items() if name != "split_k_slices"}
-            assert replace(named, config=older).config_among(candidates) == config
+    assert_tables_tell_split_k_apart("conv2d_wgmma_patch", DEEP)
 
 
 @pytest.mark.parametrize("config", WGMMA_PATCH_SPLIT_K, ids=lambda config: f"{config.precision} {config}")

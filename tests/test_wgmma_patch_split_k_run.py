@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from wgmma_host import COMPILER, Program, build, expected_output, random_epilogue, wrong_programs
+from wgmma_host import COMPILER, Program, build, expected_output, random_epilogue, wrong_programs_in_forms
 from wgmma_patch_split_k_host import host_source, run
 
 from cupy_resnet.conv2d import H100, Conv2dProblem
@@ -199,11 +199,7 @@ TRIES = [
     for name in ("deep", "several images a tile", "1×1", "an image larger than a tile", "5×3")
 ]
 
-wrong = wrong_programs(
-    host_source,
-    {name: (right, wrong) for name, (_, right, wrong) in MISTAKES.items()},
-    lambda name: MISTAKES[name][0].defines(),
-)
+wrong = wrong_programs_in_forms(host_source, MISTAKES)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -1,24 +1,20 @@
 """conv2d_wgmma_split_k without a GPU: where it is offered, its names, and what its file and the launch agree on."""
 
-import json
 import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tuning_support import entry
+from tuning_support import assert_split_k_is_expected_to_win, assert_tables_tell_split_k_apart
 from wgmma_support import STATIC_SHARED, assert_constants, operands, parameters
 
 from cupy_resnet.conv2d import H100, VARIANTS, Conv2dProblem, tensor_core_variants, tensor_maps
 from cupy_resnet.conv2d.configs import WGMMA, WGMMA_SPLIT_K, WgmmaConfig
-from cupy_resnet.conv2d.cost_model import cost
 from cupy_resnet.conv2d.params import conv2d_params
 from cupy_resnet.conv2d.tensor_core_variants import tile_count
-from cupy_resnet.conv2d.tuned import config_fields
 from cupy_resnet.jit.sources import find_kernel
 from cupy_resnet.kernels import configurations
-from cupy_resnet.tuning import Candidate
 
 VARIANT = VARIANTS["conv2d_wgmma"]
 KERNEL = "conv2d_wgmma_split_k"
@@ -57,20 +53,11 @@ def test_it_is_offered_where_there_are_few_tiles_and_a_large_depth(precision: st
 
 def test_it_is_expected_to_win_where_tiles_are_few() -> None:
     for problem in (DEEP, replace(DEEP, N=32), replace(DEEP, H=14, W=14, C=256, K=256)):
-        whole = min(cost(problem, H100, c) for c in VARIANT.candidates(problem, H100) if c not in WGMMA_SPLIT_K)
-        assert min(cost(problem, H100, config) for config in split(problem)) < whole
+        assert_split_k_is_expected_to_win("conv2d_wgmma", problem)
 
 
 def test_tables_name_it_and_older_tables_mean_the_whole_depth() -> None:
-    candidates = VARIANT.candidates(DEEP, H100)
-    for config in candidates:
-        named = entry(Candidate("conv2d_wgmma", config), DEEP)
-        written = type(named).from_dict(json.loads(json.dumps(named.as_dict())))
-        assert written == named
-        assert written.config_among(candidates) == config
-        if config in WGMMA:
-            older = {name: value for name, value in config_fields(config).items() if name != "split_k_slices"}
-            assert replace(named, config=older).config_among(candidates) == config
+    assert_tables_tell_split_k_apart("conv2d_wgmma", DEEP)
 
 
 @pytest.mark.parametrize("config", WGMMA_SPLIT_K, ids=lambda config: f"{config.precision} {config}")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import ConvCase, torch_conv2d
-from wgmma_host import COMPILER, Program, build, random_epilogue, wrong_programs
+from wgmma_host import COMPILER, Program, build, random_epilogue, wrong_programs_in_forms
 from wgmma_split_k_host import host_source, run
 
 from cupy_resnet.conv2d import Conv2dProblem
@@ -124,11 +124,7 @@ MISTAKES = {
 TRIES = [(problem, seed) for seed in range(4) for problem in reversed(SHAPES.values())]
 
 
-wrong = wrong_programs(
-    host_source,
-    {name: (right, wrong) for name, (_, right, wrong) in MISTAKES.items()},
-    lambda name: MISTAKES[name][0].defines(),
-)
+wrong = wrong_programs_in_forms(host_source, MISTAKES)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -1,8 +1,9 @@
 """What the tests of tuning share: a bench that has no GPU, and a folder for what is remembered."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_resnet.conv2d import H100, Conv2dProblem, Device, tuned
+from cupy_resnet.conv2d import H100, VARIANTS, Conv2dProblem, Device, tuned
+from cupy_resnet.conv2d.cost_model import cost
 from cupy_resnet.conv2d.problem import Problem
 from cupy_resnet.conv2d.tuned import Entry, config_fields
 from cupy_resnet.tuning import Candidate, Workload, candidates, remembering
@@ -31,6 +33,29 @@ def fresh_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tuned, "_shipped", cache(tuple))
     tuned.kernels_digest.cache_clear()
     return folder
+
+
+def assert_tables_tell_split_k_apart(variant: str, problem: Conv2dProblem) -> None:
+    """Entries name each candidate, also when they have been written and read; those from before blocks of a cluster
+    shared a tile, which lack `split_k_slices`, mean the form in which they do not.
+    """
+    found = VARIANTS[variant].candidates(problem, H100)
+    for config in found:
+        named = entry(Candidate(variant, config), problem)
+        written = type(named).from_dict(json.loads(json.dumps(named.as_dict())))
+        assert written == named
+        assert written.config_among(found) == config
+        fields = config_fields(config)
+        if fields.pop("split_k_slices") == 1:
+            assert replace(named, config=fields).config_among(found) == config
+
+
+def assert_split_k_is_expected_to_win(variant: str, problem: Conv2dProblem) -> None:
+    """By the cost model: in clusters whose blocks share a tile."""
+    costs: dict[bool, list[float]] = {False: [], True: []}
+    for config in VARIANTS[variant].candidates(problem, H100):
+        costs[config_fields(config)["split_k_slices"] != 1].append(cost(problem, H100, config))
+    assert min(costs[True]) < min(costs[False])
 
 
 @cache

@@ -215,6 +215,15 @@ def wrong_programs(
     return wrong
 
 
+def wrong_programs_in_forms(source: Callable[[], HostSource], mistakes: Mapping[str, tuple[Any, str, str]]) -> Any:
+    """The same, of mistakes that each come with the configuration of the form that shows it."""
+    return wrong_programs(
+        source,
+        {name: (right, wrong) for name, (_, right, wrong) in mistakes.items()},
+        lambda name: mistakes[name][0].defines(),
+    )
+
+
 def random_epilogue(draw: random.Random, *, in_place: float) -> dict[str, bool]:
     """Returns which of bias, residual and relu there are, and whether the output lies in the residual's place.
 

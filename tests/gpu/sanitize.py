@@ -144,11 +144,13 @@ def launch_convolutions() -> None:
                 if problem.shortcut_channels:
                     x0, filter0 = (numbers(s, storage) for s in (problem.shortcut_shape, problem.shortcut_filter_shape))
                     second = Shortcut(x0, Filter(filter0))
-                chosen = list(few(variant.candidates(problem, device)))
+                candidates = variant.candidates(problem, device)
                 if shape is SHALLOW:
-                    chosen = [config for config in variant.candidates(problem, device) if slices_of(config) == 1]
-                if shape is DEEP:  # so much that tools take long: for what no other shape is deep enough for
-                    chosen = [config for config in chosen if getattr(config, "cluster", False)]
+                    chosen = [config for config in candidates if slices_of(config) == 1]
+                elif shape is DEEP:  # so much that tools take long: for what no other shape is deep enough for
+                    chosen = [config for config in few(candidates) if getattr(config, "cluster", False)]
+                else:
+                    chosen = list(few(candidates))
                 for config in chosen:
                     y = cupy.empty(problem.output_shape, storage)
                     variant.launch(problem, Operands(x, filter, bias, residual, y, True, second), config)
