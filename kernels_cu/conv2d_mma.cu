@@ -158,7 +158,7 @@ extern "C" __global__ void SLICES_IN_A_CLUSTER __launch_bounds__(THREADS, MIN_BL
     }
     copy_async_wait<0>();
 #if SPLIT_K_CLUSTER > 1
-    reduction.finish(accumulator, received, warp_m, warp_n, epilogue, y, params, m0, n0, group);
+    reduction.finish(accumulator, received, warp_m, warp_n, epilogue, y);
 #else
     if (gridDim.z > 1 && !accumulator.reduce(workspace, counters)) return;
     accumulator.store<INPUTS_EARLY>(inputs, epilogue, y, params, m0 + warp_m, n0 + warp_n, group);

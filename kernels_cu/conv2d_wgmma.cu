@@ -17,6 +17,7 @@
 //            multiplies, the other adds bias and residual to its tile, which also comes and goes through the accelerator.
 #include "conv2d_params.cuh"
 #include "dependent_launch.cuh"
+#include "epilogue.cuh"
 #include "pair_epilogue.cuh"
 #include "tensor_core.cuh"
 #include "tensor_memory.cuh"
@@ -149,7 +150,7 @@ __device__ __forceinline__ void finish(const float (&sums)[BLOCKS_M][TILE_N / 2]
             }
         }
     } else {
-        const float least = with_relu ? 0.0f : __uint_as_float(0xff800000u);  // −∞: without ReLU nothing is less
+        const float least = least_kept(with_relu);
         const auto place_of = [&](int f, int j) {
             return staged_pair<Element>(staged, warp_row + lane / 4 + f / 2 * 64 + f % 2 * 8, j * 8 + lane % 4 * 2);
         };
@@ -169,7 +170,7 @@ __device__ __forceinline__ void finish(const float (&sums)[BLOCKS_M][TILE_N / 2]
                     const float* const pair = &sums[f / 2][block * 4 + f % 2 * 2];
                     const float low = pair[0] + biases[block].x + shortcuts[j][f].x;
                     const float high = pair[1] + biases[block].y + shortcuts[j][f].y;
-                    store_pair<Element>(place_of(f, first + j), low < least ? 0.0f : low, high < least ? 0.0f : high);
+                    store_pair<Element>(place_of(f, first + j), relu_of(low, least), relu_of(high, least));
                 }
             }
         }

@@ -39,11 +39,8 @@ constexpr int THREADS = WARPGROUP * (1 + CONSUMERS), BLOCKS = PIXELS / 8;
 // A finished tile of 2-byte elements goes by way of shared memory. One of floats would be twice as large.
 constexpr bool STAGED = sizeof(ELEMENT) == 2;
 constexpr int TOGETHER = 11;  // blocks of 8 pixels that are loaded before the first of them is stored, if not staged
-constexpr unsigned short NO_PIXEL = 0xffff;
 
-struct Barriers {
-    unsigned long long full[MAX_STAGES], empty[MAX_STAGES];       // of the filter's stages
-    unsigned long long patch_full[PATCHES], patch_empty[PATCHES];
+struct Barriers : PatchBarriers {
     unsigned long long turn[CONSUMERS];      // the other consumer's products of this turn are all issued
     unsigned long long residual[CONSUMERS];  // the residual of a consumer's tile has come
 };
@@ -89,20 +86,8 @@ __device__ __forceinline__ void produce(const TensorMap& pixels, const TensorMap
             prefetch_box(*residuals, tile.k + k, 0, tile.p, tile.n);
         }
         for (int c = 0; c < params.C; c += SLICE_CHANNELS) {
-            const unsigned patch_full = shared_address(&barriers.patch_full[patch.stage]);
-            barrier_wait(shared_address(&barriers.patch_empty[patch.stage]), patch.parity);
-            barrier_arrive_expecting(patch_full, shape.box_bytes);
-            fetch_box(patches + patch.stage * shape.patch_bytes, pixels, patch_full, c, -params.pad_w, tile.p - params.pad_h,
-                      tile.n);
-            patch.next(PATCHES);
-            if (resident && number != blockIdx.x) continue;
-            for (int tap = 0; tap < params.R * params.S; ++tap) {
-                const unsigned full = shared_address(&barriers.full[stage.stage]);
-                barrier_wait(shared_address(&barriers.empty[stage.stage]), stage.parity);
-                barrier_arrive_expecting(full, STAGE_BYTES);
-                fetch_box(stages + stage.stage * STAGE_BYTES, filters, full, tap * params.C + c, tile.k);
-                stage.next(shape.num_stages);
-            }
+            fetch_patch(pixels, barriers, patches, patch, shape, params, tile, c);
+            if (!resident || number == blockIdx.x) fetch_taps(filters, barriers, stages, stage, shape, params, tile, c);
         }
     }
 }
@@ -167,14 +152,6 @@ __device__ __forceinline__ void finish(const float* sums, unsigned staged, int j
     store_transposed<COUNT>(address, words);
 }
 
-// Which of a tile's output pixels, counted as they lie in memory, is a column of the product; NO_PIXEL if it falls on zeros.
-__device__ __forceinline__ unsigned short pixel_at(int column, const PatchTile& shape, const Conv2dParams& params) {
-    const int row = column / shape.columns, q = column % shape.columns;
-    const int image = row / shape.patch_rows, p = row % shape.patch_rows;
-    if (q >= params.Q || p >= shape.rows || image >= shape.images) return NO_PIXEL;
-    return static_cast<unsigned short>((image * params.P + p) * params.Q + q);
-}
-
 // Lanes that differ in bits 2 and 3, of a filter each, hold the same 4 outputs; afterwards each has one of all 4 filters. Both
 // values are written whoever is chosen: chosen places in the sums would have the assembler serialise the products.
 __device__ __forceinline__ void transpose_filters(float* values) {
@@ -200,11 +177,10 @@ struct Outputs {
 
     __device__ __forceinline__ Outputs(const Element* all_residuals, Element* all, const Tile& tile, int k,
                                        const PatchTile& shape, const Conv2dParams& params) {
-        const int images = min(shape.images, params.N - tile.n), rows = min(shape.rows, params.P - tile.p);
-        const long long first = (static_cast<long long>(tile.n) * params.P + tile.p) * params.Q * params.K + k;
+        const long long first = tile.first_pixel(params) * params.K + k;
         residual = all_residuals ? all_residuals + first : nullptr;
         y = all + first;
-        pixels = k < params.K ? ((images - 1) * params.P + rows) * params.Q : 0;
+        pixels = k < params.K ? tile.pixels(shape, params) : 0;
     }
 };
 
@@ -216,11 +192,8 @@ __device__ __forceinline__ void finish_in_memory(float (&sums)[PIXELS / 2], cons
                                                  const float* bias, const unsigned short* pixel_of,
                                                  const Conv2dParams& params) {
     const int lane = threadIdx.x % 32, column = lane % 4 * 2 + lane / 4 % 2;
-    const float least = params.relu ? 0.0f : __uint_as_float(0xff800000u);  // −∞: without ReLU nothing is less
-    const auto finished = [&](float sum, float added, float shortcut) {
-        const float value = sum + added + shortcut;
-        return value < least ? 0.0f : value;
-    };
+    const float least = least_kept(params.relu);
+    const auto finished = [&](float sum, float added, float shortcut) { return relu_of(sum + added + shortcut, least); };
 #pragma unroll
     for (int j = 0; j < BLOCKS; j += TOGETHER) {
         float4 shortcuts[TOGETHER] = {};
@@ -256,27 +229,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ unsigned short pixel_of[PIXELS];
     const int warpgroup = this_warpgroup();
     if (threadIdx.x == 0) {
-        for (int i = 0; i < shape.num_stages; ++i) {
-            barrier_init(shared_address(&barriers.full[i]), 1);
-            barrier_init(shared_address(&barriers.empty[i]), 1);
-        }
-        for (int i = 0; i < PATCHES; ++i) {
-            barrier_init(shared_address(&barriers.patch_full[i]), 1);
-            barrier_init(shared_address(&barriers.patch_empty[i]), 1);
-        }
+        barriers.prepare(shape, 1);
         for (int i = 0; i < CONSUMERS; ++i) {
             barrier_init(shared_address(&barriers.turn[i]), 1);
             barrier_init(shared_address(&barriers.residual[i]), 1);
         }
         barrier_init_done();
     }
-    // The zeros behind each patch, below and to the right of its last pixel.
-    for (int patch = 0; patch < PATCHES; ++patch) {
-        for (int i = shape.box_bytes + threadIdx.x * 16; i < shape.patch_bytes; i += THREADS * 16) {
-            store_chunk(shared + patch * shape.patch_bytes + i, Chunk{});
-        }
-    }
-    written_for_storing();
+    write_zeros_behind_patches(shared, shape, THREADS);
     for (int i = threadIdx.x; !STAGED && i < PIXELS; i += THREADS) pixel_of[i] = pixel_at(i, shape, params);
     __syncthreads();
     const int tiles_k = (params.K + FILTERS - 1) / FILTERS, tiles = shape.pixel_tiles * tiles_k;

@@ -47,45 +47,9 @@ using Received = PartialSums<SPLIT_K_CLUSTER, SHARE, FILTERS, FINISHERS>;
 static_assert(PIXELS == 2 * HALF_PIXELS && HALF_PIXELS == 2 * ACCUMULATORS && HALF_PIXELS % 8 == 0, "both halves are alike");
 static_assert(HALF_PIXELS % SHARE == 0 && SHARE % 8 == 0, "eight columns go to the same block");
 
-struct Barriers {
-    unsigned long long full[MAX_STAGES], empty[MAX_STAGES];  // of the filter's stages
-    unsigned long long patch_full[PATCHES], patch_empty[PATCHES];
+struct Barriers : PatchBarriers {
     unsigned long long received;  // all partial sums of this block's columns have come
 };
-
-// Waits for all consumers.
-__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(FINISHERS) : "memory"); }
-
-// Asks for the filter's taps of `chunks` slices of channels, from channel c0 on, as stages become free: the first at once.
-__device__ __forceinline__ void produce_filters(const TensorMap& filters, Barriers& barriers, unsigned stages,
-                                                const PatchTile& shape, const Conv2dParams& params, const Tile& tile, int c0,
-                                                int chunks) {
-    Place stage{0, 1};  // the phase before the first counts as complete: all stages are free
-    for (int c = c0; c < c0 + chunks * SLICE_CHANNELS; c += SLICE_CHANNELS) {
-        for (int tap = 0; tap < params.R * params.S; ++tap) {
-            const unsigned full = shared_address(&barriers.full[stage.stage]);
-            barrier_wait(shared_address(&barriers.empty[stage.stage]), stage.parity);
-            barrier_arrive_expecting(full, STAGE_BYTES);
-            fetch_box(stages + stage.stage * STAGE_BYTES, filters, full, tap * params.C + c, tile.k);
-            stage.next(shape.num_stages);
-        }
-    }
-}
-
-// The same for the patches of these slices, when earlier kernels have written them.
-__device__ __forceinline__ void produce_patches(const TensorMap& pixels, Barriers& barriers, unsigned patches,
-                                                const PatchTile& shape, const Conv2dParams& params, const Tile& tile, int c0,
-                                                int chunks) {
-    Place patch{0, 1};
-    wait_for_earlier_kernels();
-    for (int c = c0; c < c0 + chunks * SLICE_CHANNELS; c += SLICE_CHANNELS) {
-        const unsigned full = shared_address(&barriers.patch_full[patch.stage]);
-        barrier_wait(shared_address(&barriers.patch_empty[patch.stage]), patch.parity);
-        barrier_arrive_expecting(full, shape.box_bytes);
-        fetch_box(patches + patch.stage * shape.patch_bytes, pixels, full, c, -params.pad_w, tile.p - params.pad_h, tile.n);
-        patch.next(PATCHES);
-    }
-}
 
 // The products of this consumer's half of the pixels.
 __device__ __forceinline__ void multiply(float (&sums)[HALF_PIXELS / 2], Barriers& barriers, unsigned patches, unsigned stages,
@@ -118,35 +82,23 @@ __device__ __forceinline__ void multiply(float (&sums)[HALF_PIXELS / 2], Barrier
     warpgroup_results(sums);
 }
 
-// Hands this consumer's sums to the blocks that finish their columns: what this one finishes is written as usual.
+// Hands this consumer's sums to the blocks that finish their columns.
 __device__ __forceinline__ void send(const float (&sums)[HALF_PIXELS / 2], unsigned char* received, unsigned all_received,
                                      int consumer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % WARPGROUP / 32, quad = warp * 4 + lane / 8;
+    const auto row_of = [&](int j) { return j / 2 * 8 + lane % 4 * 2 + j % 2; };
 #pragma unroll
-    for (int j = 0; j < HALF_PIXELS / 8; ++j) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int rank = (consumer * HALF_PIXELS + j * 8) / SHARE, row = j * 8 % SHARE + lane % 4 * 2 + i;
-            unsigned char* const place = received + Received::row_offset(blockIdx.z, row) +
-                                         Received::swizzled_quad(row, quad) + lane / 4 % 2 * 8;
-            const float first = sums[j * 4 + i], second = sums[j * 4 + i + 2];  // filters g and g + 8
-            if (rank == static_cast<int>(blockIdx.z)) {
-                store_pair<float>(place, first, second);
-            } else {
-                store_in_cluster(address_in_block(shared_address(place), rank), first, second,
-                                 address_in_block(all_received, rank));
-            }
-        }
+    for (int share = 0; share < HALF_PIXELS / SHARE; ++share) {
+        Received::send<SHARE / 4>(
+            received, all_received, consumer * (HALF_PIXELS / SHARE) + share,
+            [&](int j) {
+                return Received::row_offset(blockIdx.z, row_of(j)) + Received::swizzled_quad(row_of(j), quad) + lane / 4 % 2 * 8;
+            },
+            [&](int j) {
+                const float* const first = &sums[share * SHARE / 2 + j / 2 * 4 + j % 2];
+                return make_float2(first[0], first[2]);  // filters g and g + 8
+            });
     }
-}
-
-// The output pixel of a column of the product, -1 where that is a zero between rows or lies outside of the output.
-__device__ __forceinline__ int pixel_of(int column, const Tile& tile, const PatchTile& shape, const Conv2dParams& params) {
-    const int line = column / shape.columns, q = column - line * shape.columns;
-    const int lines = shape.images == 1 ? shape.rows : shape.patch_rows;  // of an image, zeros included
-    const int image = line / lines, row = line - image * lines, n = tile.n + image, p = tile.p + row;
-    const bool exists = q < params.Q && row < shape.rows && image < shape.images && p < params.P && n < params.N;
-    return exists ? (n * params.P + p) * params.Q + q : -1;
 }
 
 // A thread's share of what the block finishes: 16 filters of a pixel at a time.
@@ -169,13 +121,16 @@ struct Share {
             columns[i] = min(max(params.K - k - i * 8, 0), 8);
             epilogue.load_bias(bias[i], k + i * 8, columns[i]);
         }
+        const long long first_pixel = tile.first_pixel(params);
+        const int pixels = tile.pixels(shape, params);
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
-            const int at = row + pass * ROWS, pixel = at < SHARE ? pixel_of(first + at, tile, shape, params) : -1;
-            offsets[pass] = pixel < 0 ? -1 : static_cast<long long>(pixel) * params.K + k;
+            const int at = row + pass * ROWS, pixel = at < SHARE ? pixel_at(first + at, shape, params) : NO_PIXEL;
+            const bool exists = pixel < pixels;
+            offsets[pass] = exists ? (first_pixel + pixel) * params.K + k : -1;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                epilogue.load_residual<true>(residuals[pass][i], offsets[pass] + i * 8, pixel < 0 ? 0 : columns[i]);
+                epilogue.load_residual<true>(residuals[pass][i], offsets[pass] + i * 8, exists ? columns[i] : 0);
             }
         }
     }
@@ -208,41 +163,34 @@ extern "C" __global__ void __cluster_dims__(1, 1, SPLIT_K_CLUSTER) __launch_boun
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ Barriers barriers;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < shape.num_stages; ++i) {
-            barrier_init(shared_address(&barriers.full[i]), 1);
-            barrier_init(shared_address(&barriers.empty[i]), CONSUMERS);
-        }
-        for (int i = 0; i < PATCHES; ++i) {
-            barrier_init(shared_address(&barriers.patch_full[i]), 1);
-            barrier_init(shared_address(&barriers.patch_empty[i]), CONSUMERS);
-        }
+        barriers.prepare(shape, CONSUMERS);
         barrier_init(shared_address(&barriers.received), 1);
         barrier_init_done();
         barrier_arrive_expecting(shared_address(&barriers.received), (SPLIT_K_CLUSTER - 1) * Received::PART_SIZE);
     }
-    // The zeros behind each patch, as in conv2d_wgmma_patch.
-    for (int patch = 0; patch < PATCHES; ++patch) {
-        for (int i = shape.box_bytes + threadIdx.x * 16; i < shape.patch_bytes; i += THREADS * 16) {
-            store_chunk(shared + patch * shape.patch_bytes + i, Chunk{});
-        }
-    }
-    written_for_storing();
+    write_zeros_behind_patches(shared, shape, THREADS);
     __syncthreads();
     cluster_arrive_relaxed();
     const Tile tile(blockIdx.x, (params.K + FILTERS - 1) / FILTERS, shape);
     const int all_chunks = params.C / SLICE_CHANNELS, rank = blockIdx.z;
-    const int begin = all_chunks * rank / SPLIT_K_CLUSTER, chunks = all_chunks * (rank + 1) / SPLIT_K_CLUSTER - begin;
+    const int begin = all_chunks * rank / SPLIT_K_CLUSTER, end = all_chunks * (rank + 1) / SPLIT_K_CLUSTER;
     const unsigned patches = shared_address(shared), stages = patches + PATCHES * shape.patch_bytes;
     unsigned char* const received = shared + PATCHES * shape.patch_bytes + shape.num_stages * STAGE_BYTES;
 
     let_next_kernel_start();
     const int consumer = this_warpgroup();
     if (consumer == CONSUMERS) {
+        Place place{0, 1};  // the phase before the first counts as complete: all places are free
         if (threadIdx.x == FINISHERS) {
-            produce_filters(filters, barriers, stages, shape, params, tile, begin * SLICE_CHANNELS, chunks);
+            for (int chunk = begin; chunk < end; ++chunk) {
+                fetch_taps(filters, barriers, stages, place, shape, params, tile, chunk * SLICE_CHANNELS);
+            }
         } else if (threadIdx.x == FINISHERS + 32) {
             prefetch_map(pixels);
-            produce_patches(pixels, barriers, patches, shape, params, tile, begin * SLICE_CHANNELS, chunks);
+            wait_for_earlier_kernels();
+            for (int chunk = begin; chunk < end; ++chunk) {
+                fetch_patch(pixels, barriers, patches, place, shape, params, tile, chunk * SLICE_CHANNELS);
+            }
         }
         __syncwarp();
         cluster_wait();
@@ -253,8 +201,8 @@ extern "C" __global__ void __cluster_dims__(1, 1, SPLIT_K_CLUSTER) __launch_boun
     const Share share(epilogue, shape, params, tile, rank * SHARE);
     cluster_wait();  // all blocks have begun, and may be sent sums
     float sums[HALF_PIXELS / 2];
-    multiply(sums, barriers, patches, stages, shape, params, chunks, consumer);
+    multiply(sums, barriers, patches, stages, shape, params, end - begin, consumer);
     send(sums, received, shared_address(&barriers.received), consumer);
-    consumers_sync();  // what was not sent is there
+    warpgroups_sync<CONSUMERS>(1);  // what was not sent is there
     share.finish(received, shared_address(&barriers.received), epilogue, y);
 }

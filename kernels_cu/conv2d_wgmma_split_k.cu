@@ -48,9 +48,6 @@ struct Barriers {
     unsigned long long received;                             // all partial sums of this block's rows have come
 };
 
-// Waits for all consumers.
-__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(FINISHERS) : "memory"); }
-
 // Fetches slices from `slice` on, first those of taps, of which there are `of_taps`, then the shortcut's, which `fetch` is told
 // by its second argument. Each kind has a loop of its own, so that nothing is decided in it.
 template <typename Fetch>
@@ -134,8 +131,10 @@ __device__ __forceinline__ void send(const float (&sums)[TILE_N / 2], unsigned c
     const int part = blockIdx.z * PARTS + (PARTS > 1 ? consumer : 0), row0 = (PARTS > 1 ? 0 : consumer * 64) + warp * 16;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        Received::send<TILE_N / 8>(received, all_received, part, row0 + half * 8 + lane / 4, lane % 4 / 2,
-                                   [&](int j) { return &sums[j * 4 + half * 2]; });
+        Received::send_row<TILE_N / 8>(received, all_received, part, row0 + half * 8 + lane / 4, lane % 4 / 2, [&](int j) {
+            const float* const first = &sums[j * 4 + half * 2];
+            return make_float2(first[0], first[1]);
+        });
     }
 }
 
@@ -179,12 +178,11 @@ extern "C" __global__ void __cluster_dims__(1, 1, SPLIT_K_CLUSTER) __launch_boun
     }
     wait_for_earlier_kernels();  // the residual is one's work, and another may still read what y replaces
     const Epilogue8<ELEMENT> epilogue{bias, residual, params.relu};
-    Received::Inputs inputs;
-    inputs.load<true>(epilogue, params, m0 + rank * ROWS, n0, 0);
+    const Received::Share<true> share(epilogue, params, m0 + rank * ROWS, n0, 0);
     cluster_wait();  // all blocks have begun, and may be sent sums
     float sums[TILE_N / 2];
     multiply(sums, barriers, stages, slices, consumer);
     send(sums, received, shared_address(&barriers.received), consumer);
-    consumers_sync();  // what was not sent is there
-    Received::finish<true>(received, shared_address(&barriers.received), inputs, epilogue, y, params, m0 + rank * ROWS, n0, 0);
+    warpgroups_sync<CONSUMERS>(1);  // what was not sent is there
+    share.finish(received, shared_address(&barriers.received), epilogue, y);
 }

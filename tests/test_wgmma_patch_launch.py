@@ -100,14 +100,14 @@ def test_the_widest_rows(precision: str, S: int, widest: int) -> None:
     ("precision", "size", "pixels", "expected"),
     [
         # 4 rows of 57: 6 are fetched, and a zero is behind them
-        ("fp16", 56, 232, PatchTile(1, 4, 57, 6, 14, 3584, 342 * 128, 344 * 128, 228 * 128, 232 * 128, 10)),
+        ("fp16", 56, 232, PatchTile(1, 4, 57, 6, 14, 3584, 342 * 128, 344 * 128, 228 * 128, 232 * 128, 0, 10)),
         # 4 images of 7 rows of 8, a row of zeros above each and one and a zero behind them
-        ("fp16", 7, 248, PatchTile(4, 7, 8, 8, 1, 64, 256 * 128, 272 * 128, 256 * 128, 256 * 128, 11)),
+        ("fp16", 7, 248, PatchTile(4, 7, 8, 8, 1, 64, 256 * 128, 272 * 128, 256 * 128, 256 * 128, 0, 11)),
         # The same without tiles on their way out
-        ("tf32", 56, 232, PatchTile(1, 4, 57, 6, 14, 3584, 342 * 128, 344 * 128, 0, 0, 17)),
-        ("tf32", 7, 248, PatchTile(4, 7, 8, 8, 1, 64, 256 * 128, 272 * 128, 0, 0, 18)),
+        ("tf32", 56, 232, PatchTile(1, 4, 57, 6, 14, 3584, 342 * 128, 344 * 128, 0, 0, 0, 17)),
+        ("tf32", 7, 248, PatchTile(4, 7, 8, 8, 1, 64, 256 * 128, 272 * 128, 0, 0, 0, 18)),
         # 3 rows, of which the last tile has 2
-        ("tf32", 56, 176, PatchTile(1, 3, 57, 5, 19, 4864, 285 * 128, 288 * 128, 0, 0, 18)),
+        ("tf32", 56, 176, PatchTile(1, 3, 57, 5, 19, 4864, 285 * 128, 288 * 128, 0, 0, 0, 18)),
     ],
 )
 def test_tiles_worked_out_by_hand(precision: str, size: int, pixels: int, expected: PatchTile) -> None:

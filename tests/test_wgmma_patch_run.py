@@ -67,7 +67,7 @@ def test_it_is_exact_on_integers(program: Callable[[str], Program], shape: str, 
 
 MISTAKES = {
     "the zeros behind a patch are not written": (
-        "store_chunk(shared + patch * shape.patch_bytes + i, Chunk{});",
+        "store_chunk(patches + patch * shape.patch_bytes + i, Chunk{});",
         ";",
     ),
     "a slice is that of 2-byte elements": (
@@ -81,10 +81,10 @@ MISTAKES = {
     "zeros between rows are stored": ("if (q >= params.Q || p >=", "if (p >="),
     "zeros between images are stored": ("|| p >= shape.rows ||", "||"),
     "images that the tile does not have are stored": (
-        "images = min(shape.images, params.N - tile.n), rows",
+        "images = min(shape.images, params.N - n), rows",
         "images = shape.images, rows",
     ),
-    "rows behind the last are stored": ("rows = min(shape.rows, params.P - tile.p);", "rows = shape.rows;"),
+    "rows behind the last are stored": ("rows = min(shape.rows, params.P - p);", "rows = shape.rows;"),
     "images follow each other with their zeros": (
         "(image * params.P + p) * params.Q + q)",
         "(image * shape.patch_rows + p) * params.Q + q)",
@@ -99,7 +99,7 @@ MISTAKES = {
         "float4 shortcut = shortcuts[i];",
         "float4 shortcut = shortcuts[i ^ (i < 8)];",
     ),
-    "negative sums stay": ("params.relu ? 0.0f :", "false ? 0.0f :"),
+    "negative sums stay": ("least_kept(params.relu)", "least_kept(false)"),
     "residuals are brought to L2 for the first 32 filters only": (
         "residuals && k < FILTERS;",
         "residuals && k < FILTERS / 2;",

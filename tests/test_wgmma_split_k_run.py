@@ -107,7 +107,7 @@ MISTAKES = {
     "sums are sent before they are complete": (SLICES, "warpgroup_wait<0>();", ""),
     "the other blocks may not have begun": (SLICES, "cluster_wait();  // all blocks", "// all blocks"),
     "partial sums are not waited for": (ROWS, "barrier_wait(all_received, 0);", ""),
-    "one's own sums are not waited for": (SLICES, "consumers_sync();  // what", "// what"),
+    "one's own sums are not waited for": (SLICES, "warpgroups_sync<CONSUMERS>(1);  // what", "// what"),
     "a block waits for sums that are not sent": (ROWS, "(SPLIT_K_CLUSTER - 1) * PARTS", "SPLIT_K_CLUSTER * PARTS"),
     "pixels come too early": (SLICES, "wait_for_earlier_kernels();\n    in_turn", "in_turn"),
     "y is stored too early": (SLICES, "wait_for_earlier_kernels();  //", "//"),

@@ -37,7 +37,9 @@ using std::min;
 
 struct Index { int x, y, z; } threadIdx, blockIdx;
 struct TensorMap { int id; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
+float2 make_float2(float x, float y) { return {x, y}; }
 // Twice an integer, so that -1, which lies where nobody has written, is none.
 struct Half { short twice; };
 using Value = ELEMENT;
@@ -116,7 +118,9 @@ void __syncthreads() {
     rest();
     self().for_block = false;
 }
-void consumers_sync() {
+template <int COUNT>
+void warpgroups_sync(int) {
+    if (COUNT != 2 || threadIdx.x >= 256) fail("others than the consumers meet");
     if (++own().at_consumers_sync > 256) fail("a second meeting");
     self().for_consumers = true;
     rest();
@@ -320,8 +324,6 @@ def cluster_source(name: str, headers: tuple[str, ...], names: str, main: str) -
         assert kernel.count(f'#include "{header}"') == 1, header
         kernel = kernel.replace(f'#include "{header}"', text_of(include / header))
     kernel = re.sub(r'#include "[^"]+"', "", kernel)
-    (sync,) = re.findall(r"__device__ __forceinline__ void consumers_sync\(\) \{.*\}\n", kernel)
-    kernel = kernel.replace(sync, "")
     kernel = kernel.replace(
         "extern __shared__ __align__(1024) unsigned char shared[];", "unsigned char* const shared = own().shared;"
     )

@@ -80,6 +80,8 @@ float __uint_as_float(unsigned bits) { return bits_as_float(bits); }
 unsigned __float_as_uint(float value) { unsigned bits; memcpy(&bits, &value, 4); return bits; }
 float2 make_float2(float x, float y) { return {x, y}; }
 float relu_of(float x) { return x < 0.0f ? 0.0f : x; }
+float least_kept(bool with_relu) { return with_relu ? 0.0f : -INFINITY; }
+float relu_of(float x, float least) { return x < least ? 0.0f : x; }
 
 unsigned shared_address(const void* pointer) {
     const auto byte = static_cast<const unsigned char*>(pointer);

@@ -185,7 +185,8 @@ unsigned pack_pair(float, float, Half) { return 0; }
 // What only a tile of floats needs, which is not staged.
 [[noreturn]] void not_staged() { fail("every tile is staged"); }
 int min(int, int) { not_staged(); }
-float __uint_as_float(unsigned) { not_staged(); }
+float least_kept(bool) { not_staged(); }
+float relu_of(float, float) { not_staged(); }
 float __shfl_xor_sync(unsigned, float, int) { not_staged(); }
 float4 make_float4(float, float, float, float) { not_staged(); }
 void prefetch_box(const TensorMap&, int, int, int, int) { not_staged(); }

@@ -13,7 +13,6 @@ from .configs_wgmma import WGMMA_3XTF32 as WGMMA_3XTF32
 from .configs_wgmma import WGMMA_PATCH as WGMMA_PATCH
 from .configs_wgmma import WGMMA_PATCH_PIXELS as WGMMA_PATCH_PIXELS
 from .configs_wgmma import WGMMA_PATCH_SPLIT_K as WGMMA_PATCH_SPLIT_K
-from .configs_wgmma import WGMMA_PATCH_SPLIT_K_PIXELS as WGMMA_PATCH_SPLIT_K_PIXELS
 from .configs_wgmma import WGMMA_PATCH_TF32_PIXELS as WGMMA_PATCH_TF32_PIXELS
 from .configs_wgmma import WGMMA_SPLIT_K as WGMMA_SPLIT_K
 from .configs_wgmma import BackToBackConfig as BackToBackConfig

@@ -5,8 +5,41 @@ from dataclasses import dataclass
 from .precision import PRECISIONS
 
 
+class _OneBlockOrACluster:
+    """What configurations share whose tiles are a block's or a cluster's, each block of which has a part of the depth."""
+
+    KERNEL: str
+    """Its file, without suffix; that for clusters is named after it."""
+
+    precision: str
+    split_k_slices: int
+
+    ROW_BYTES = 128
+    CONSUMERS = 2
+
+    @property
+    def element_size(self) -> int:
+        """Bytes."""
+        return PRECISIONS[self.precision].element_size
+
+    @property
+    def cluster(self) -> bool:
+        """Whether the blocks that share a tile form a cluster, as of other configurations."""
+        return self.split_k_slices > 1
+
+    @property
+    def source(self) -> str:
+        """The kernel's file, without suffix."""
+        return f"{self.KERNEL}_split_k" if self.cluster else self.KERNEL
+
+    @property
+    def threads(self) -> int:
+        """Threads per block: two consumers of 128, and a producer, which is two warps where blocks share a tile."""
+        return 320 if self.cluster else 384
+
+
 @dataclass(frozen=True)
-class WgmmaConfig:
+class WgmmaConfig(_OneBlockOrACluster):
     """conv2d_wgmma.cu, or conv2d_wgmma_split_k.cu where several blocks share a tile.
 
     Args:
@@ -24,28 +57,12 @@ class WgmmaConfig:
     buffers: int = 1
     split_k_slices: int = 1
 
-    ROW_BYTES = 128
-    CONSUMERS = 2
-
-    @property
-    def cluster(self) -> bool:
-        """Whether the blocks that share a tile form a cluster, as of other configurations."""
-        return self.split_k_slices > 1
-
-    @property
-    def source(self) -> str:
-        """The kernel's file, without suffix."""
-        return "conv2d_wgmma" if self.split_k_slices == 1 else "conv2d_wgmma_split_k"
-
-    @property
-    def threads(self) -> int:
-        """Threads per block: two consumers of 128, and a producer, which is two warps where blocks share a tile."""
-        return 384 if self.split_k_slices == 1 else 320
+    KERNEL = "conv2d_wgmma"
 
     @property
     def tile_k(self) -> int:
         """Depth of a slice, in elements."""
-        return self.ROW_BYTES // PRECISIONS[self.precision].element_size
+        return self.ROW_BYTES // self.element_size
 
     @property
     def shared_memory(self) -> int:
@@ -55,9 +72,9 @@ class WgmmaConfig:
         32 columns of wider ones, or, where blocks share a tile, for as many partial sums as the two consumers have.
         """
         stages = self.stages * (self.tile_m + self.tile_n) * self.ROW_BYTES
-        if self.split_k_slices > 1:
+        if self.cluster:
             return stages + self.CONSUMERS * 64 * self.tile_n * 4
-        piece = self.tile_n * 2 if PRECISIONS[self.precision].element_size == 2 else self.ROW_BYTES
+        piece = self.tile_n * 2 if self.element_size == 2 else self.ROW_BYTES
         return stages + self.CONSUMERS * self.buffers * self.tile_m * piece
 
     def defines(self) -> dict[str, int | str]:
@@ -66,18 +83,18 @@ class WgmmaConfig:
             "TILE_M": self.tile_m,
             "TILE_N": self.tile_n,
             "NUM_STAGES": self.stages,
-            **({"BUFFERS": self.buffers} if self.split_k_slices == 1 else {"SPLIT_K_CLUSTER": self.split_k_slices}),
+            **({"SPLIT_K_CLUSTER": self.split_k_slices} if self.cluster else {"BUFFERS": self.buffers}),
         }
 
     def __str__(self) -> str:
         text = f"{self.tile_m}×{self.tile_n}×{self.tile_k}, {self.stages} stages"
-        if self.split_k_slices > 1:
+        if self.cluster:
             text += f", split-K {self.split_k_slices} in a cluster"
         return text if self.buffers == 1 else f"{text}, {self.buffers} tiles under way"
 
 
 @dataclass(frozen=True)
-class WgmmaPatchConfig:
+class WgmmaPatchConfig(_OneBlockOrACluster):
     """conv2d_wgmma_patch.cu, or conv2d_wgmma_patch_split_k.cu where several blocks share a tile.
 
     Args:
@@ -90,40 +107,24 @@ class WgmmaPatchConfig:
     pixels: int
     split_k_slices: int = 1
 
+    KERNEL = "conv2d_wgmma_patch"
     FILTERS = 64
-    ROW_BYTES = 128
-    CONSUMERS = 2
     PATCHES = 2
-
-    @property
-    def cluster(self) -> bool:
-        """Whether the blocks that share a tile form a cluster, as of other configurations."""
-        return self.split_k_slices > 1
-
-    @property
-    def source(self) -> str:
-        """The kernel's file, without suffix."""
-        return "conv2d_wgmma_patch_split_k" if self.cluster else "conv2d_wgmma_patch"
-
-    @property
-    def threads(self) -> int:
-        """Threads per block: two consumers of 128, and a producer, which is two warps where blocks share a tile."""
-        return 320 if self.cluster else 384
 
     @property
     def channels(self) -> int:
         """Channels of a patch, and of a slice of the filter."""
-        return self.ROW_BYTES // PRECISIONS[self.precision].element_size
+        return self.ROW_BYTES // self.element_size
 
     @property
     def staged(self) -> bool:
         """Whether a tile is stored by way of shared memory: of 2-byte elements only, and where no others share it."""
-        return PRECISIONS[self.precision].element_size == 2 and not self.cluster
+        return self.element_size == 2 and not self.cluster
 
     @property
     def max_stages(self) -> int:
         """Slices of the filter that are kept track of; in TF32 a 3×3 filter over 64 channels has 18."""
-        return 16 if PRECISIONS[self.precision].element_size == 2 else 18
+        return 16 if self.element_size == 2 else 18
 
     def defines(self) -> dict[str, int | str]:
         element = PRECISIONS[self.precision].element

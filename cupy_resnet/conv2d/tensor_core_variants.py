@@ -219,8 +219,16 @@ class Wgmma(WgmmaIm2col):
             for config in self.configurations()
             if config.precision == problem.precision
             and config.tile_n <= widest
-            and (config.split_k_slices == 1 or splits_well(problem, device, config))
+            and (not config.cluster or self._shares_well(problem, device, config))
         ]
+
+    @staticmethod
+    def _shares_well(problem: Conv2dProblem, device: Device, config: configs.WgmmaConfig) -> bool:
+        """Whether conv2d_wgmma_split_k solves a problem, with a slice of the depth for each consumer of the blocks that
+        share a tile, and no more blocks than run at a time.
+        """
+        slices = blocks(problem.depth, config.tile_k) // config.CONSUMERS
+        return splits_well(problem, config, slices, tile_count(problem, config), 2 * device.sm_count)
 
     def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.WgmmaConfig) -> None:
         kernel = jit.get_function(config.source, defines=config.defines())
@@ -241,7 +249,7 @@ class Wgmma(WgmmaIm2col):
         params = conv2d_params(problem, operands.relu)
         grid: tuple[int, ...]
         arguments: tuple[Any, ...]
-        if config.split_k_slices > 1:
+        if config.cluster:
             grid, arguments = (tiles, 1, config.split_k_slices), (*factors, *operands.tail(), params)
         else:
             residuals = tensor_maps.NONE
@@ -255,11 +263,16 @@ class Wgmma(WgmmaIm2col):
         jit.launch(kernel, grid, (config.threads,), arguments, shared=config.shared_memory, waits=True)
 
 
-def splits_well(problem: Conv2dProblem, device: Device, config: configs.WgmmaConfig) -> bool:
-    """Whether conv2d_wgmma_split_k solves a problem, with no more blocks than run at a time."""
-    enough = blocks(problem.depth, config.tile_k) >= config.CONSUMERS * config.split_k_slices
-    few = tile_count(problem, config) * config.split_k_slices <= 2 * device.sm_count
-    return problem.K % 8 == 0 and enough and few
+def splits_well(
+    problem: Conv2dProblem,
+    config: configs.WgmmaConfig | configs.WgmmaPatchConfig,
+    slices: int,
+    tiles: int,
+    most_blocks: int,
+) -> bool:
+    """Whether the blocks of a cluster can share a tile's `slices` of the depth, and `tiles` take few enough blocks."""
+    size = config.split_k_slices
+    return problem.K % 8 == 0 and slices >= size and tiles * size <= most_blocks
 
 
 def multiprocessors() -> int:

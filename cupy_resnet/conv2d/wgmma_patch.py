@@ -12,7 +12,7 @@ from . import configs, tensor_maps
 from .device import Device
 from .params import conv2d_params
 from .problem import Conv2dProblem
-from .tensor_core_variants import HopperVariant, multiprocessors
+from .tensor_core_variants import HopperVariant, multiprocessors, splits_well
 from .variant import Operands, Support, blocks
 
 STATIC_SHARED = 1024
@@ -37,7 +37,8 @@ class PatchTile:
         box_bytes: of a patch as it is fetched.
         patch_bytes: of its place, with the zeros behind it.
         store_bytes: of a tile as it is stored by way of shared memory; 0 if it is not.
-        staged_bytes: of its place; 0 if it has none; where blocks share a tile, of a consumer's partial sums.
+        staged_bytes: of its place; 0 if it has none.
+        sum_bytes: of the partial sums that a block receives; 0 if it shares its tiles with none.
         num_stages: slices of the filter in shared memory.
     """
 
@@ -51,13 +52,14 @@ class PatchTile:
     patch_bytes: int
     store_bytes: int
     staged_bytes: int
+    sum_bytes: int
     num_stages: int
 
     @property
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory per block."""
         config = configs.WgmmaPatchConfig
-        places = config.PATCHES * self.patch_bytes + config.CONSUMERS * self.staged_bytes
+        places = config.PATCHES * self.patch_bytes + config.CONSUMERS * self.staged_bytes + self.sum_bytes
         return places + self.num_stages * config.FILTERS * config.ROW_BYTES
 
     @property
@@ -96,11 +98,9 @@ def patch_tile(problem: Conv2dProblem, pixels: int, shared_limit: int, split_k_s
     box = images * patch_rows * columns
     stored = images * (rows if images == 1 else patch_rows) * columns
     patch_bytes = _aligned((box + zeros) * config.ROW_BYTES)
-    if config.cluster:
-        staged_bytes = pixels * config.FILTERS * 4 // config.CONSUMERS
-    else:
-        staged_bytes = _aligned(max(stored, pixels) * config.ROW_BYTES) if config.staged else 0
-    places = config.PATCHES * patch_bytes + config.CONSUMERS * staged_bytes
+    staged_bytes = _aligned(max(stored, pixels) * config.ROW_BYTES) if config.staged else 0
+    sum_bytes = pixels * config.FILTERS * 4 if config.cluster else 0
+    places = config.PATCHES * patch_bytes + config.CONSUMERS * staged_bytes + sum_bytes
     stage = config.FILTERS * config.ROW_BYTES
     most = config.max_stages
     if config.cluster:  # no more than a block's slices of the depth
@@ -120,6 +120,7 @@ def patch_tile(problem: Conv2dProblem, pixels: int, shared_limit: int, split_k_s
         patch_bytes=patch_bytes,
         store_bytes=stored * config.ROW_BYTES if config.staged else 0,
         staged_bytes=staged_bytes,
+        sum_bytes=sum_bytes,
         num_stages=num_stages,
     )
 
@@ -166,7 +167,7 @@ class WgmmaPatch(HopperVariant):
             if config.precision == problem.precision:
                 slices = config.split_k_slices
                 tile = patch_tile(problem, config.pixels, device.shared_memory_per_block, slices)
-                if tile is not None and (slices == 1 or splits_well(problem, device, tile, slices)):
+                if tile is not None and (slices == 1 or shares_well(problem, device, tile, config)):
                     narrowest[tile.images, tile.rows, slices] = config
         return list(narrowest.values())
 
@@ -184,7 +185,7 @@ class WgmmaPatch(HopperVariant):
             np.array(astuple(tile), np.int32).view(f"V{4 * len(astuple(tile))}"),
             conv2d_params(problem, operands.relu),
         )
-        tiles = tile.pixel_tiles * blocks(problem.K, config.FILTERS)
+        tiles = tile_count(problem, tile)
         grid: tuple[int, ...]
         arguments: tuple[Any, ...]
         if config.cluster:
@@ -201,14 +202,17 @@ class WgmmaPatch(HopperVariant):
         jit.launch(kernel, grid, (config.threads,), arguments, shared=tile.shared_memory, waits=True)
 
 
-def splits_well(problem: Conv2dProblem, device: Device, tile: PatchTile, split_k_slices: int) -> bool:
+def shares_well(problem: Conv2dProblem, device: Device, tile: PatchTile, config: configs.WgmmaPatchConfig) -> bool:
     """Whether conv2d_wgmma_patch_split_k solves a problem, with a slice of channels for each block that shares a tile,
     and no more blocks than run at a time.
     """
-    config = configs.WgmmaPatchConfig(problem.precision, 64)
-    enough = problem.C // config.channels >= split_k_slices
-    few = tile.pixel_tiles * blocks(problem.K, config.FILTERS) * split_k_slices <= device.sm_count
-    return problem.K % 8 == 0 and enough and few
+    slices = problem.C // config.channels
+    return splits_well(problem, config, slices, tile_count(problem, tile), device.sm_count)
+
+
+def tile_count(problem: Conv2dProblem, tile: PatchTile) -> int:
+    """Returns how many tiles there are, of all filters."""
+    return tile.pixel_tiles * blocks(problem.K, configs.WgmmaPatchConfig.FILTERS)
 
 
 def shared_limit() -> int:

@@ -9,6 +9,10 @@
 // ReLU that keeps NaN: fmaxf(x, 0) and x > 0 ? x : 0 would both turn it into 0.
 __device__ __forceinline__ float relu_of(float x) { return x < 0.0f ? 0.0f : x; }
 
+// ReLU, or nothing, without a branch: least_kept(with_relu) is what `least` is to be.
+__device__ __forceinline__ float least_kept(bool with_relu) { return with_relu ? 0.0f : __uint_as_float(0xff800000u); }  // −∞
+__device__ __forceinline__ float relu_of(float x, float least) { return x < least ? 0.0f : x; }
+
 // Of fp32 outputs. Loading and finishing are apart, so that whoever has several outputs can have all loads under way before
 // the first store: a residual may be the output itself, and so the compiler must not move loads across stores on its own.
 struct Epilogue {

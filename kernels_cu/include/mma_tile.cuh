@@ -235,7 +235,7 @@ struct ClusterReduction {
     using Received = PartialSums<SPLIT_K_CLUSTER, ROWS, TILE_N, THREADS>;
     static_assert(TILE_M % SPLIT_K_CLUSTER == 0, "all blocks have as many rows");
 
-    Received::Inputs inputs;
+    Received::Share<(VECTOR > 1)> share;
 
     // Call once, at the beginning, and begin() once behind a barrier of the block.
     static __device__ __forceinline__ void prepare() {
@@ -252,26 +252,26 @@ struct ClusterReduction {
     // Loads what this block's share of the tile at row m0 and column n0 of the group needs beside sums, and waits until all
     // blocks have begun: hardly ever is there anything to wait for. Once earlier kernels have finished.
     __device__ __forceinline__ ClusterReduction(const Epilogue8<ELEMENT>& epilogue, const Conv2dParams& params, int m0, int n0,
-                                                int group) {
-        inputs.load<(VECTOR > 1)>(epilogue, params, m0 + blockIdx.z * ROWS, n0, group);
+                                                int group)
+        : share(epilogue, params, m0 + blockIdx.z * ROWS, n0, group) {
         cluster_wait();
     }
 
     // Adds up the partial sums of all blocks, applies the epilogue to this block's share, as above, and stores it. `received`:
     // Received::BYTES of shared memory, at the same place in all blocks; warp_m and warp_n: of the tile, this warp's first.
     __device__ __forceinline__ void finish(const Accumulator& accumulator, unsigned char* received, int warp_m, int warp_n,
-                                           const Epilogue8<ELEMENT>& epilogue, ELEMENT* y, const Conv2dParams& params, int m0,
-                                           int n0, int group) const {
+                                           const Epilogue8<ELEMENT>& epilogue, ELEMENT* y) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int half = 0; half < 2 * FRAGMENTS_M; ++half) {  // 8 rows of a fragment's 16
-            Received::send<FRAGMENTS_N>(
-                received, all_received(), blockIdx.z, warp_m + half * 8 + lane / 4, warp_n / 4 + lane % 4 / 2,
-                [&](int j) { return &accumulator.sums[half / 2][j][half % 2 * 2]; });
+            Received::send_row<FRAGMENTS_N>(received, all_received(), blockIdx.z, warp_m + half * 8 + lane / 4,
+                                            warp_n / 4 + lane % 4 / 2, [&](int j) {
+                                                const float* const first = &accumulator.sums[half / 2][j][half % 2 * 2];
+                                                return make_float2(first[0], first[1]);
+                                            });
         }
         __syncthreads();
-        Received::finish<(VECTOR > 1)>(received, all_received(), inputs, epilogue, y, params, m0 + blockIdx.z * ROWS,
-                                                n0, group);
+        share.finish(received, all_received(), epilogue, y);
     }
 
   private:

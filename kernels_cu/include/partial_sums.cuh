@@ -26,59 +26,31 @@ struct PartialSums {
     // eights that it reads at once, over all banks.
     static __device__ __forceinline__ int swizzled_quad(int row, int quad) { return (quad ^ row % 4 * 2) * 16; }
 
-    // Hands pairs of columns of a row of the tile, this thread's, to the block that finishes it: pair(j) gives the address of
-    // the j-th, 8 columns behind the one before, the first of them in quad `quad` of the row. What others finish is announced
-    // to their barrier `all_received`; what one finishes oneself is written as usual, which takes a fraction of the time.
-    template <int PAIRS, typename Pair>
-    static __device__ __forceinline__ void send(unsigned char* received, unsigned all_received, int part, int row, int quad,
-                                                const Pair& pair) {
-        const int finisher = row / ROWS;
-        unsigned char* const place = received + row_offset(part, row % ROWS) + threadIdx.x % 2 * 8;
-        const auto offset_of = [&](int j) { return swizzled_quad(row % ROWS, quad + j * 2); };
+    // Hands pairs of this thread's sums to the block that finishes them: pair(j), a float2, belongs at offset_of(j) of what that
+    // block receives. What others finish is announced to their barrier `all_received`; what one finishes oneself is written as
+    // usual, which takes a fraction of the time.
+    template <int PAIRS, typename Offset, typename Pair>
+    static __device__ __forceinline__ void send(unsigned char* received, unsigned all_received, int finisher,
+                                                const Offset& offset_of, const Pair& pair) {
         if (finisher == static_cast<int>(blockIdx.z)) {
 #pragma unroll
-            for (int j = 0; j < PAIRS; ++j) store_pair<float>(place + offset_of(j), pair(j)[0], pair(j)[1]);
+            for (int j = 0; j < PAIRS; ++j) store_pair<float>(received + offset_of(j), pair(j).x, pair(j).y);
         } else {
-            const unsigned target = address_in_block(shared_address(place), finisher);
+            const unsigned target = address_in_block(shared_address(received), finisher);
             const unsigned barrier = address_in_block(all_received, finisher);
 #pragma unroll
-            for (int j = 0; j < PAIRS; ++j) store_in_cluster(target + offset_of(j), pair(j)[0], pair(j)[1], barrier);
+            for (int j = 0; j < PAIRS; ++j) store_in_cluster(target + offset_of(j), pair(j).x, pair(j).y, barrier);
         }
     }
 
-    // What a thread's outputs need beside sums. It is loaded early, to be there when they are.
-    struct Inputs {
-        float bias[8];
-        Chunk residuals[PASSES][Epilogue8<ELEMENT>::CHUNKS];
-
-        // Of the share whose first output is that of pixel m and of the group's filter n. WHOLE: as for Epilogue8.
-        template <bool WHOLE>
-        __device__ __forceinline__ void load(const Epilogue8<ELEMENT>& epilogue, const Conv2dParams& params, int m, int n,
-                                             int group) {
-            const Outputs outputs(params, m, n, group);
-            epilogue.load_bias(bias, outputs.k, outputs.columns);
-#pragma unroll
-            for (int pass = 0; pass < PASSES; ++pass) {
-                epilogue.load_residual<WHOLE>(residuals[pass], outputs.offset(pass), outputs.exist(pass) ? outputs.columns : 0);
-            }
-        }
-    };
-
-    // Once `all_received` completes its first phase, and behind a barrier of those who send, adds up the parts in the order of
-    // the depth, so that the result is the same every time, applies the epilogue, and stores the share.
-    template <bool WHOLE>
-    static __device__ __forceinline__ void finish(const unsigned char* received, unsigned all_received, const Inputs& inputs,
-                                                  const Epilogue8<ELEMENT>& epilogue, ELEMENT* y, const Conv2dParams& params,
-                                                  int m, int n, int group) {
-        const Outputs outputs(params, m, n, group);
-        barrier_wait(all_received, 0);
-#pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) {
-            if (!outputs.exist(pass)) continue;
-            float sums[8];
-            add_up(sums, received, row_of(pass), threadIdx.x % EIGHTS);
-            epilogue.store<WHOLE>(y, outputs.offset(pass), outputs.columns, sums, inputs.bias, inputs.residuals[pass]);
-        }
+    // The same for pairs of columns of a row of the tile, the first in quad `quad` of the row, each 8 columns behind the one
+    // before.
+    template <int PAIRS, typename Pair>
+    static __device__ __forceinline__ void send_row(unsigned char* received, unsigned all_received, int part, int row, int quad,
+                                                    const Pair& pair) {
+        const int begin = row_offset(part, row % ROWS) + threadIdx.x % 2 * 8;
+        const auto offset_of = [&](int j) { return begin + swizzled_quad(row % ROWS, quad + j * 2); };
+        send<PAIRS>(received, all_received, row / ROWS, offset_of, pair);
     }
 
     // The parts' 8 sums, the `eight`-th of a row, added up in the order of the depth.
@@ -100,26 +72,52 @@ struct PartialSums {
         sums[4] = high.x, sums[5] = high.y, sums[6] = high.z, sums[7] = high.w;
     }
 
-  private:
-    static __device__ __forceinline__ int row_of(int pass) {
-        return static_cast<int>(threadIdx.x) / EIGHTS + pass * (THREADS / EIGHTS);
-    }
-
-    // The outputs that a thread finishes: 8 columns, or how many of them there are, in a row of each pass.
-    struct Outputs {
-        const Conv2dParams& params;
-        const int m, k, columns;
-
-        __device__ __forceinline__ Outputs(const Conv2dParams& params, int m, int n, int group)
+    // What a thread finishes: 8 columns, or how many of them there are, in a row of each pass. WHOLE: as for Epilogue8.
+    template <bool WHOLE>
+    class Share {
+      public:
+        // Loads what the outputs need beside sums, early, to be there when they are. The first of the block's outputs is that of
+        // pixel m and of the group's filter n.
+        __device__ __forceinline__ Share(const Epilogue8<ELEMENT>& epilogue, const Conv2dParams& params, int m, int n, int group)
             : params(params),
               m(m),
               k(group * params.group_filters + n + threadIdx.x % EIGHTS * 8),
-              columns(min(max(params.group_filters - n - static_cast<int>(threadIdx.x) % EIGHTS * 8, 0), 8)) {}
-        __device__ __forceinline__ bool exist(int pass) const {
+              columns(min(max(params.group_filters - n - static_cast<int>(threadIdx.x) % EIGHTS * 8, 0), 8)) {
+            epilogue.load_bias(bias, k, columns);
+#pragma unroll
+            for (int pass = 0; pass < PASSES; ++pass) {
+                epilogue.load_residual<WHOLE>(residuals[pass], offset(pass), exists(pass) ? columns : 0);
+            }
+        }
+
+        // Once `all_received` completes its first phase, and behind a barrier of those who send, adds up the parts in the order
+        // of the depth, so that the result is the same every time, applies the epilogue, and stores the outputs.
+        __device__ __forceinline__ void finish(const unsigned char* received, unsigned all_received,
+                                               const Epilogue8<ELEMENT>& epilogue, ELEMENT* y) const {
+            barrier_wait(all_received, 0);
+#pragma unroll
+            for (int pass = 0; pass < PASSES; ++pass) {
+                if (!exists(pass)) continue;
+                float sums[8];
+                add_up(sums, received, row_of(pass), threadIdx.x % EIGHTS);
+                epilogue.store<WHOLE>(y, offset(pass), columns, sums, bias, residuals[pass]);
+            }
+        }
+
+      private:
+        static __device__ __forceinline__ int row_of(int pass) {
+            return static_cast<int>(threadIdx.x) / EIGHTS + pass * (THREADS / EIGHTS);
+        }
+        __device__ __forceinline__ bool exists(int pass) const {
             return row_of(pass) < ROWS && m + row_of(pass) < params.gemm_m;
         }
         __device__ __forceinline__ long long offset(int pass) const {
             return static_cast<long long>(m + row_of(pass)) * params.K + k;
         }
+
+        const Conv2dParams& params;
+        const int m, k, columns;
+        float bias[8];
+        Chunk residuals[PASSES][Epilogue8<ELEMENT>::CHUNKS];
     };
 };

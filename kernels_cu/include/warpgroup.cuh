@@ -34,10 +34,12 @@ __device__ __forceinline__ void warpgroup_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Waits for the other threads of this warpgroup, with a named barrier, not 0, that no other warpgroup uses.
-__device__ __forceinline__ void warpgroup_sync(int barrier) {
-    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+// Waits for the other threads of this warpgroup, or of COUNT of them, with a named barrier, not 0, that no others use.
+template <int COUNT>
+__device__ __forceinline__ void warpgroups_sync(int barrier) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(COUNT * 128) : "memory");
 }
+__device__ __forceinline__ void warpgroup_sync(int barrier) { warpgroups_sync<1>(barrier); }
 
 // Call after the wait for whatever computed `sums`: the compiler takes them for complete as soon as the instruction is issued.
 template <int COUNT>

@@ -207,9 +207,8 @@ def test_a_mistake_in_any_kernels_epilogue_is_found(reference: Recording, spoil:
         "residuals, barrier, tile.k, 0",
         "residuals, barrier, tile.k < 448 ? tile.k : params.K, 0",
     )
-    where = {"partial_sums.cuh": "outputs.k", "conv2d_wgmma_patch_split_k.cu": "k + i * 8"}
-    for file in ("mma_tile.cuh", "conv2d_wmma.cu", *where):
-        k = where.get(file, "k")
+    for file in ("mma_tile.cuh", "conv2d_wmma.cu", "partial_sums.cuh", "conv2d_wgmma_patch_split_k.cu"):
+        k = "k + i * 8" if file == "conv2d_wgmma_patch_split_k.cu" else "k"
         forgetful = f"({k} < 504 ? epilogue : Epilogue8<ELEMENT>{{epilogue.bias, nullptr, epilogue.with_relu}})"
         spoil(file, "epilogue.load_residual<", f"{forgetful}.load_residual<")
     with model(kernel=kernel) as loaded:
