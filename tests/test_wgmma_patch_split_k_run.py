@@ -112,7 +112,11 @@ MISTAKES = {
         "if (r + s == 0) barrier_arrive",
         "if (r == 0) barrier_arrive",
     ),
-    "one consumer gives back slices for both": (TWO, "shared_address(&empty[i]), readers", "shared_address(&empty[i]), 1"),
+    "one consumer gives back slices for both": (
+        TWO,
+        "shared_address(&empty[i]), readers",
+        "shared_address(&empty[i]), 1",
+    ),
     "one consumer gives back patches for both": (
         TWO,
         "shared_address(&patch_empty[i]), readers",

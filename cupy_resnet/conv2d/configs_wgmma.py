@@ -6,7 +6,7 @@ from .precision import PRECISIONS
 
 
 class _OneBlockOrACluster:
-    """What configurations share whose tiles are a block's or a cluster's, each block of which has a part of the depth."""
+    """What configurations share whose tiles a block has, or a cluster, each block of which has a part of the depth."""
 
     KERNEL: str
     """Its file, without suffix; that for clusters is named after it."""
