@@ -15,8 +15,9 @@ one kernel with a fault of the kind that the tool is for, and nothing else: proo
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -126,37 +127,36 @@ def slices_of(config: Any) -> int:
     return int(getattr(config, "split_k_slices", 1))
 
 
-def launch_convolutions() -> None:
-    """Every variant in each of its precisions."""
+def launch_convolutions(name: str) -> None:
+    """A variant in each of its precisions."""
     import cupy
 
-    device = describe_device(cupy.cuda.runtime.getDevice())
+    device, variant = describe_device(cupy.cuda.runtime.getDevice()), VARIANTS[name]
     for shape in (ALIGNED, POINTWISE, UNALIGNED, GROUPED, WIDE, DENSE, DEEP, SHORTCUT, SHALLOW):
-        for variant in VARIANTS.values():
-            for precision in variant.precisions:
-                problem = replace(shape, precision=precision)
-                if not variant.supports(problem, device)[0]:
-                    continue
-                storage = problem.arithmetic.storage
-                x, residual = numbers(problem.input_shape, storage), numbers(problem.output_shape, storage)
-                filter, bias = Filter(numbers(problem.filter_shape, storage)), numbers((problem.K,), np.float32)
-                second = None
-                if problem.shortcut_channels:
-                    x0, filter0 = (numbers(s, storage) for s in (problem.shortcut_shape, problem.shortcut_filter_shape))
-                    second = Shortcut(x0, Filter(filter0))
-                candidates = variant.candidates(problem, device)
-                if shape is SHALLOW:
-                    chosen = [config for config in candidates if slices_of(config) == 1]
-                elif shape is DEEP:  # so much that tools take long: for what no other shape is deep enough for
-                    chosen = [config for config in few(candidates) if getattr(config, "cluster", False)]
-                else:
-                    chosen = list(few(candidates))
-                for config in chosen:
-                    y = cupy.empty(problem.output_shape, storage)
-                    variant.launch(problem, Operands(x, filter, bias, residual, y, True, second), config)
-                for config in chosen[-1:]:
-                    y = cupy.empty(problem.output_shape, storage)
-                    variant.launch(problem, Operands(x, filter, None, None, y, False, second), config)
+        for precision in variant.precisions:
+            problem = replace(shape, precision=precision)
+            if not variant.supports(problem, device)[0]:
+                continue
+            storage = problem.arithmetic.storage
+            x, residual = numbers(problem.input_shape, storage), numbers(problem.output_shape, storage)
+            filter, bias = Filter(numbers(problem.filter_shape, storage)), numbers((problem.K,), np.float32)
+            second = None
+            if problem.shortcut_channels:
+                x0, filter0 = (numbers(s, storage) for s in (problem.shortcut_shape, problem.shortcut_filter_shape))
+                second = Shortcut(x0, Filter(filter0))
+            candidates = variant.candidates(problem, device)
+            if shape is SHALLOW:
+                chosen = [config for config in candidates if slices_of(config) == 1]
+            elif shape is DEEP:  # so much that tools take long: for what no other shape is deep enough for
+                chosen = [config for config in few(candidates) if getattr(config, "cluster", False)]
+            else:
+                chosen = list(few(candidates))
+            for config in chosen:
+                y = cupy.empty(problem.output_shape, storage)
+                variant.launch(problem, Operands(x, filter, bias, residual, y, True, second), config)
+            for config in chosen[-1:]:
+                y = cupy.empty(problem.output_shape, storage)
+                variant.launch(problem, Operands(x, filter, None, None, y, False, second), config)
 
 
 def launch_back_to_backs() -> None:
@@ -253,8 +253,8 @@ def launch_fault(tool: str) -> None:
     cupy.cuda.Device().synchronize()
 
 
-STEPS = {
-    "convolutions": launch_convolutions,
+STEPS: dict[str, Callable[[], None]] = {
+    **{name: partial(launch_convolutions, name) for name in VARIANTS},
     "back-to-backs": launch_back_to_backs,
     "stems": launch_stems,
     "operations": launch_operations,
