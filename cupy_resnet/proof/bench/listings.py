@@ -204,7 +204,7 @@ def list_end_to_end(report: EndToEndReport) -> Listing:
 
 def list_ladder(report: Mapping[str, Any]) -> Listing:
     """Lists kernels and torch's convolution in every precision, summed over the problems each supports."""
-    library = report["layers"][0].get("library", "cudnn") if report["layers"] else "cudnn"
+    library = report["layers"][0]["library"] if report["layers"] else "cudnn"
     name = {"cudnn": "cuDNN", "onednn": "oneDNN"}[library]
     tested = [*rungs(report), *library_rungs(report)]
     scale, unit = (1.0, "TFLOP/s") if max((rung.tflops for rung in tested), default=0.0) >= 0.5 else (1e3, "GFLOP/s")
@@ -222,7 +222,7 @@ def list_ladder(report: Mapping[str, Any]) -> Listing:
     notes = [
         f"{kernel} does not count on {layer['text']}: {reason}."
         for layer in report["layers"]
-        for kernel, reason in layer.get("wrong", {}).items()
+        for kernel, reason in layer["wrong"].items()
     ]
     title = (
         _problems(report["layers"])
