@@ -132,6 +132,7 @@ def launch_convolutions(name: str) -> None:
     import cupy
 
     device, variant = describe_device(cupy.cuda.runtime.getDevice()), VARIANTS[name]
+    launched = set()
     for shape in (ALIGNED, POINTWISE, UNALIGNED, GROUPED, WIDE, DENSE, DEEP, SHORTCUT, SHALLOW):
         for precision in variant.precisions:
             problem = replace(shape, precision=precision)
@@ -147,10 +148,11 @@ def launch_convolutions(name: str) -> None:
             candidates = variant.candidates(problem, device)
             if shape is SHALLOW:
                 chosen = [config for config in candidates if slices_of(config) == 1]
-            elif shape is DEEP:  # so much that tools take long: for what no other shape is deep enough for
-                chosen = [config for config in few(candidates) if getattr(config, "cluster", False)]
             else:
                 chosen = list(few(candidates))
+            if shape is DEEP:  # so much that tools take long: for what no other shape is deep enough for
+                chosen = [config for config in chosen if getattr(config, "cluster", False) and config not in launched]
+            launched.update(chosen)
             for config in chosen:
                 y = cupy.empty(problem.output_shape, storage)
                 variant.launch(problem, Operands(x, filter, bias, residual, y, True, second), config)
