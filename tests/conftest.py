@@ -1,5 +1,8 @@
 """Fixtures shared by every test."""
 
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import gpu_record
@@ -30,5 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # under pytest-xdist the controller hears every report
-        config.pluginmanager.register(gpu_record.Recorder(config))
+    if hasattr(config, "workerinput"):
+        return  # under pytest-xdist the controller hears every report, and processes have its environment
+    config.pluginmanager.register(gpu_record.Recorder(config))
+    if environment.CACHE_DIR.name not in os.environ and "not gpu" in config.option.markexpr:
+        # One for all tests and processes, so that what is compiled is compiled once, and nothing is left.
+        folder = tempfile.mkdtemp(prefix="cupy_resnet-tests-")
+        os.environ[environment.CACHE_DIR.name] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        config.add_cleanup(lambda: os.environ.pop(environment.CACHE_DIR.name, None))
