@@ -1,4 +1,4 @@
-"""Every form of every kernel compiles without a GPU, spills nothing, and fits a multiprocessor as often as it promises.
+"""Every kernel's forms compile without a GPU, spill nothing, and fit a multiprocessor as often as they promise.
 
 Forms are compiled for one GPU, each kernel's default form for every architecture that the NVRTC here and the kernel
 allow. A form for bfloat16 differs from that for fp16 in the names of a type and of an instruction: of these the first
@@ -7,7 +7,7 @@ of each kernel is compiled here, and all when the GPU's tests run.
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -62,6 +62,11 @@ def is_compiled_here(kernel: str, defines: dict[str, Any]) -> bool:
     stems = (stem.SOURCE, stem_wgmma.SOURCE, stem_wgmma_tf32.SOURCE)
     commonest = defines.get("CHANNELS") == 3 and defines.get("PIXELS", 112) == 112
     return kernel not in stems or defines["INPUT"] == "float" or commonest
+
+
+def compiled_here(kernel: str, configs: Iterable[Config]) -> list[Config]:
+    """Those of a kernel's configurations whose forms the tests compile."""
+    return [config for config in configs if is_compiled_here(kernel, dict(config.defines()))]
 
 
 def describe(value: Form) -> str:
@@ -166,9 +171,13 @@ def test_a_block_of_winograd_fits(compiled, config) -> None:
 @pytest.mark.parametrize(
     ("kernel", "config"),
     [
-        *(("conv2d_wgmma", config) for config in WGMMA if config.precision != "bf16"),
-        *(("conv2d_wgmma_patch", config) for config in WGMMA_PATCH if config.precision != "bf16"),
-        *(("conv2d_wgmma_3xtf32", config) for config in WGMMA_3XTF32),
+        (kernel, config)
+        for kernel, configs in (
+            ("conv2d_wgmma", WGMMA),
+            ("conv2d_wgmma_patch", WGMMA_PATCH),
+            ("conv2d_wgmma_3xtf32", WGMMA_3XTF32),
+        )
+        for config in compiled_here(kernel, configs)
     ],
     ids=lambda value: value if isinstance(value, str) else f"{getattr(value, 'precision', '')} {value}".strip(),
 )
@@ -190,7 +199,7 @@ def test_a_block_of_wgmma_fits_and_has_the_registers_that_its_warpgroups_share(c
 
 @pytest.mark.parametrize(
     "config",
-    [config for config in WGMMA_SPLIT_K if config.precision != "bf16"],
+    compiled_here("conv2d_wgmma_split_k", WGMMA_SPLIT_K),
     ids=lambda config: f"{config.precision} {config}",
 )
 def test_a_block_of_wgmma_split_k_fits(compiled, config) -> None:
@@ -203,7 +212,7 @@ def test_a_block_of_wgmma_split_k_fits(compiled, config) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [config for config in WGMMA_PATCH_SPLIT_K if config.precision != "bf16"],
+    compiled_here("conv2d_wgmma_patch_split_k", WGMMA_PATCH_SPLIT_K),
     ids=lambda config: f"{config.precision} {config}",
 )
 def test_a_block_of_wgmma_patch_split_k_fits(compiled, config) -> None:
