@@ -1,5 +1,6 @@
 // conv2d_wgmma_b2b: two convolutions back to back: what the first computes goes to the second in registers.
-// @solves a convolution, the one or two 1×1 behind it and a residual on the tensor cores of compute capability 9.0 (fp16, bf16)
+// @solves a convolution, the one or two 1×1 behind it and a residual on the tensor cores of compute capability 9.0 (fp16, bf16,
+// TF32)
 // @arch sm_90a
 //
 // Equation   y = relu?(conv1×1(relu?(conv(x, first) + first_bias), second) + second_bias + residual): the end of a ResNet's
@@ -8,13 +9,14 @@
 // GEMM view  per tile of TILE_M pixels: MIDDLE filters over a depth of R·S·C, then K filters over a depth of MIDDLE, then NEXT
 //            over a depth of K.
 // Layouts    x NHWC, first KRSC, second [K][MIDDLE], next [NEXT][K], residual and y NPQK, z with NEXT channels, all ELEMENT;
-//            biases in fp32. y may be the residual; z may be nothing else.
+//            biases in fp32. y may be the residual; z may be nothing else. In TF32 every 8 filters stand in the order 0 4 1 5 2
+//            6 3 7: see pair_epilogue.cuh; so do not biases.
 // Grid       x: one block per multiprocessor, or fewer; tiles of pixels are taken in turn.
 //            Block 128 · (1 + TILE_M / 64) threads: a producer warpgroup, of which one thread works, and a consumer for each
 //            64 pixels of the tile.
 // Shared     PIXEL_STAGES · TILE_M · 128 + FILTER_STAGES · MIDDLE · 128 bytes, dynamic.
-// Requires   one group, C a multiple of 64, K of 128, MIDDLE of 64, 128 or 256; a residual. NEXT is MIDDLE, of 64 or 128, or
-//            twice 64: registers hold no more.
+// Requires   one group, C a multiple of 128 bytes, K of 128, MIDDLE of 64, 128 or 256; a residual. NEXT is MIDDLE, of 64 or
+//            128, or twice 64, in TF32 only 64: registers hold no more.
 // This rung  against conv2d_wgmma twice: the map between the two is neither stored nor read. The sums of a product lie in
 //            registers just as the next product wants its pixels there, so that what is left of that map is a conversion.
 //            Two rings of stages run through both products and from tile to tile without a pause: pixels share theirs
@@ -30,7 +32,7 @@
 #include "warpgroup.cuh"
 
 #ifndef TILE_M
-#define ELEMENT Half     // of input, filters, residual, output: Half or BFloat16
+#define ELEMENT Half     // of input, filters, residual, output: Half, BFloat16, or float (TF32)
 #define TILE_M 128       // pixels per tile: 64 or 128
 #define MIDDLE 256       // filters of the first convolution
 #define PIXEL_STAGES 6   // slices of the input, or of the residual and then the output, in shared memory
@@ -41,15 +43,32 @@
 constexpr int WARPGROUP = 128, CONSUMERS = TILE_M / 64, THREADS = WARPGROUP * (1 + CONSUMERS);
 constexpr int ROW_BYTES = 128, SLICE = ROW_BYTES / static_cast<int>(sizeof(ELEMENT));  // channels, or columns of the output
 constexpr int PIXEL_BYTES = TILE_M * ROW_BYTES, CONSUMER_BYTES = 64 * ROW_BYTES, FILTER_BYTES = MIDDLE * ROW_BYTES;
-constexpr int SECOND_BOX_BYTES = SLICE * ROW_BYTES;  // of the second filter: SLICE filters by SLICE of depth
-constexpr int STEP = 16, STEPS = SLICE / STEP;       // the depth of an instruction
+constexpr int COLUMNS = 64, SLICES = COLUMNS / SLICE;  // of the output, multiplied at a time; stages that these take in a ring
+constexpr int SECOND_BOX_BYTES = COLUMNS * ROW_BYTES;  // of the second filter: COLUMNS filters by SLICE of depth
+constexpr int SECOND_BOXES = MIDDLE / COLUMNS;         // in a stage
+constexpr int STEP = SLICE / 4, STEPS = 4;             // the depth of an instruction, and such in a slice
 constexpr int PARTS = NEXT > MIDDLE ? NEXT / MIDDLE : 1;  // of the next filters: each has the size of a stage
-static_assert(TILE_M % 64 == 0 && MIDDLE % SLICE == 0, "whole instructions and boxes");
-static_assert(!NEXT || (NEXT == PARTS * MIDDLE && FILTER_STAGES > PARTS), "parts, and what is under way at once");
+static_assert(TILE_M % 64 == 0 && MIDDLE % COLUMNS == 0, "whole instructions and boxes");
+static_assert(FILTER_STAGES >= 2 * SLICES, "the second filter's stages that are under way at once");
+static_assert(PIXEL_STAGES > SLICES, "the residual of COLUMNS beside the stage that is stored from");
+static_assert(!NEXT || (NEXT == PARTS * MIDDLE && FILTER_STAGES > PARTS * SLICES), "parts, and what is under way at once");
 
 WARPGROUP_MMA_FROM_REGISTERS(64, 32)
 WARPGROUP_MMA_FROM_REGISTERS(128, 64)
 WARPGROUP_MMA_FROM_REGISTERS(256, 128)
+WARPGROUP_MMA_TF32_FROM_REGISTERS(64, 32)
+WARPGROUP_MMA_TF32_FROM_REGISTERS(128, 64)
+WARPGROUP_MMA_TF32_FROM_REGISTERS(256, 128)
+
+// STEP channels of finished results as an instruction takes them from registers.
+__device__ __forceinline__ void to_operand(unsigned long long (&operand)[2], const unsigned (&words)[4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        unsigned low = words[half * 2], high = words[half * 2 + 1];
+        if constexpr (sizeof(ELEMENT) == 4) low = round_to_tf32(low), high = round_to_tf32(high);
+        operand[half] = low | static_cast<unsigned long long>(high) << 32;
+    }
+}
 
 struct Barriers {
     Ring<PIXEL_STAGES> pixels;
@@ -133,68 +152,85 @@ struct Consumer {
         release_filter();
     }
 
-    // Begins the products of all MIDDLE channels with SLICE filters of the second convolution.
-    __device__ __forceinline__ void begin_second(float (&sums)[SLICE / 2],
+    // Waits for the next COUNT stages of filters, and returns them as operands: what multiplies from registers does not branch
+    // between its instructions.
+    template <int COUNT>
+    __device__ __forceinline__ void next_filters(unsigned long long (&b)[COUNT]) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            wait_until_full(barriers.filters, filter);
+            b[i] = operand(work.filter_stage(filter.stage));
+            filter.next(FILTER_STAGES);
+        }
+    }
+
+    // Begins the products of all MIDDLE channels with COLUMNS filters of the second convolution.
+    __device__ __forceinline__ void begin_second(float (&sums)[COLUMNS / 2],
                                                  const unsigned long long (&middle)[MIDDLE / STEP][2]) {
-        wait_until_full(barriers.filters, filter);
-        const unsigned long long b = operand(work.filter_stage(filter.stage));
+        constexpr int IN_STAGE = MIDDLE / STEP / SLICES;
+        unsigned long long b[SLICES];
+        next_filters(b);
         warpgroup_fence();
 #pragma unroll
         for (int step = 0; step < MIDDLE / STEP; ++step) {
-            const int offset = step / STEPS * SECOND_BOX_BYTES + step % STEPS * 32;
-            warpgroup_mma<ELEMENT, SLICE>(sums, middle[step], b + offset / 16, step > 0);
+            const int at = step % IN_STAGE, offset = at / STEPS * SECOND_BOX_BYTES + at % STEPS * 32;
+            warpgroup_mma<ELEMENT, COLUMNS>(sums, middle[step], b[step / IN_STAGE] + offset / 16, step > 0);
         }
         warpgroup_commit();
-        filter.next(FILTER_STAGES);
     }
 
-    // Finishes columns k … k + SLICE − 1 of the output: bias, residual, ReLU. The results take the residual's place and begin
-    // to be stored; `finished` has them as well, as what an instruction takes of SLICE channels.
-    __device__ __forceinline__ void finish_second(const float (&sums)[SLICE / 2], const float2 (&biases)[SLICE / 8],
-                                                  unsigned long long (&finished)[STEPS][2], int k, int m0, unsigned floor) {
-        const unsigned place = corner(pixel.stage);
-        wait_until_full(barriers.pixels, pixel);
-        unsigned words[STEPS][4];
+    // Finishes columns k … k + COLUMNS − 1 of the output: bias, residual, ReLU. The results take the residual's place and begin
+    // to be stored; `finished` has them as well, as what instructions take of COLUMNS channels.
+    __device__ __forceinline__ void finish_second(const float (&sums)[COLUMNS / 2], const float2 (&biases)[COLUMNS / 8],
+                                                  unsigned long long (&finished)[COLUMNS / STEP][2], int k, int m0,
+                                                  unsigned floor) {
 #pragma unroll
-        for (int j = 0; j < STEPS; ++j) load_matrices(words[j], place ^ j * 32);
+        for (int slice = 0; slice < SLICES; ++slice) {
+            const unsigned place = corner(pixel.stage);
+            wait_until_full(barriers.pixels, pixel);
+            unsigned words[STEPS][4];
 #pragma unroll
-        for (int j = 0; j < STEPS; ++j) {
-            finish_matrices<ELEMENT, true>(words[j], &sums[j * 8], &biases[j * 2], floor);
-            store_matrices(place ^ j * 32, words[j]);
-            finished[j][0] = words[j][0] | static_cast<unsigned long long>(words[j][1]) << 32;
-            finished[j][1] = words[j][2] | static_cast<unsigned long long>(words[j][3]) << 32;
+            for (int j = 0; j < STEPS; ++j) load_matrices(words[j], place ^ j * 32);
+#pragma unroll
+            for (int j = 0; j < STEPS; ++j) {
+                const int step = slice * STEPS + j;
+                finish_matrices<ELEMENT, true>(words[j], &sums[step * STEP / 2], &biases[step * STEP / 8], floor);
+                store_matrices(place ^ j * 32, words[j]);
+                to_operand(finished[step], words[j]);
+            }
+            store_stage(maps.outputs, k + slice * SLICE, m0);
         }
-        store_stage(maps.outputs, k, m0);
     }
 
     // Waits for the products that were begun, but for the PENDING newest, and finishes their columns.
     template <int PENDING>
-    __device__ __forceinline__ void end_second(float (&sums)[SLICE / 2], int k, int m0, const float* bias, unsigned floor) {
-        float2 biases[SLICE / 8];
-        load_biases(biases, bias, k);
+    __device__ __forceinline__ void end_second(float (&sums)[COLUMNS / 2], int k, int m0, const float* bias, unsigned floor) {
+        float2 biases[COLUMNS / 8];
+        load_biases_of_matrices<ELEMENT>(biases, bias, k);
         warpgroup_wait<PENDING>();
         warpgroup_results(sums);
-        release_filter();
-        unsigned long long finished[STEPS][2];
+#pragma unroll
+        for (int slice = 0; slice < SLICES; ++slice) release_filter();
+        unsigned long long finished[COLUMNS / STEP][2];
         finish_second(sums, biases, finished, k, m0, floor);
     }
 
-    // Begins the products of SLICE finished channels with all filters of the next convolution.
-    __device__ __forceinline__ void begin_next(float (&sums)[PARTS][MIDDLE / 2], unsigned long long (&finished)[STEPS][2]) {
-        unsigned long long b[PARTS];
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-            wait_until_full(barriers.filters, filter);
-            b[part] = operand(work.filter_stage(filter.stage));
-            filter.next(FILTER_STAGES);
-        }
+    // Begins the products of COLUMNS finished channels with all filters of the next convolution.
+    __device__ __forceinline__ void begin_next(float (&sums)[PARTS][MIDDLE / 2],
+                                               unsigned long long (&finished)[COLUMNS / STEP][2]) {
+        unsigned long long b[SLICES * PARTS];
+        next_filters(b);
         warpgroup_operands(finished);
         warpgroup_fence();
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
+        for (int slice = 0; slice < SLICES; ++slice) {
 #pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                warpgroup_mma<ELEMENT, MIDDLE>(sums[part], finished[step], b[part] + step * 2, true);
+            for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+                for (int step = 0; step < STEPS; ++step) {
+                    warpgroup_mma<ELEMENT, MIDDLE>(sums[part], finished[slice * STEPS + step],
+                                                   b[slice * PARTS + part] + step * 2, true);
+                }
             }
         }
         warpgroup_commit();
@@ -216,13 +252,14 @@ struct Consumer {
 #pragma unroll
         for (int k = 0; k < NEXT; k += SLICE) {
             float2 biases[SLICE / 8];
-            load_biases(biases, bias, k);
+            load_biases_of_matrices<ELEMENT>(biases, bias, k);
             const unsigned place = corner(pixel.stage);
             wait_until_full(barriers.pixels, pixel);
 #pragma unroll
             for (int j = 0; j < STEPS; ++j) {
                 unsigned words[4];
-                finish_matrices<ELEMENT, false>(words, &sums[k / MIDDLE][k % MIDDLE / 2 + j * 8], &biases[j * 2], floor);
+                finish_matrices<ELEMENT, false>(words, &sums[k / MIDDLE][k % MIDDLE / 2 + j * STEP / 2], &biases[j * STEP / 8],
+                                                floor);
                 store_matrices(place ^ j * 32, words);
             }
             store_stage(maps.next_outputs, k, m0);
@@ -231,17 +268,18 @@ struct Consumer {
 
     // One step of multiply_both: the next columns, and what was finished last, begin to be multiplied; then `sums` are ended.
     template <bool BEHIND, bool AHEAD>
-    __device__ __forceinline__ void step(float (&sums)[SLICE / 2], float (&sums_ahead)[SLICE / 2],
-                                         float (&next)[PARTS][MIDDLE / 2], unsigned long long (&finished_before)[STEPS][2],
-                                         unsigned long long (&finished)[STEPS][2],
+    __device__ __forceinline__ void step(float (&sums)[COLUMNS / 2], float (&sums_ahead)[COLUMNS / 2],
+                                         float (&next)[PARTS][MIDDLE / 2],
+                                         unsigned long long (&finished_before)[COLUMNS / STEP][2],
+                                         unsigned long long (&finished)[COLUMNS / STEP][2],
                                          const unsigned long long (&middle)[MIDDLE / STEP][2], int k, int m0, const float* bias,
                                          unsigned floor) {
         wait_for_products();
         warpgroup_results(sums);
         if (BEHIND) begin_next(next, finished_before);
         if (AHEAD) begin_second(sums_ahead, middle);
-        float2 biases[SLICE / 8];
-        load_biases(biases, bias, k);
+        float2 biases[COLUMNS / 8];
+        load_biases_of_matrices<ELEMENT>(biases, bias, k);
         finish_second(sums, biases, finished, k, m0, floor);
     }
 
@@ -250,17 +288,18 @@ struct Consumer {
     __device__ __forceinline__ void multiply_both(const unsigned long long (&middle)[MIDDLE / STEP][2], int columns, int m0,
                                                   const float* second_bias, unsigned second_floor, const float* next_bias,
                                                   unsigned next_floor) {
-        float even[SLICE / 2], odd[SLICE / 2], next[PARTS][MIDDLE / 2] = {};
-        unsigned long long finished_even[STEPS][2], finished_odd[STEPS][2];
+        float even[COLUMNS / 2], odd[COLUMNS / 2], next[PARTS][MIDDLE / 2] = {};
+        unsigned long long finished_even[COLUMNS / STEP][2], finished_odd[COLUMNS / STEP][2];
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) warpgroup_results(next[part]);
         begin_second(even, middle);
         step<false, true>(even, odd, next, finished_odd, finished_even, middle, 0, m0, second_bias, second_floor);
-        for (int k = 2 * SLICE; k < columns; k += 2 * SLICE) {
-            step<true, true>(odd, even, next, finished_even, finished_odd, middle, k - SLICE, m0, second_bias, second_floor);
+        for (int k = 2 * COLUMNS; k < columns; k += 2 * COLUMNS) {
+            step<true, true>(odd, even, next, finished_even, finished_odd, middle, k - COLUMNS, m0, second_bias, second_floor);
             step<true, true>(even, odd, next, finished_odd, finished_even, middle, k, m0, second_bias, second_floor);
         }
-        step<true, false>(odd, even, next, finished_even, finished_odd, middle, columns - SLICE, m0, second_bias, second_floor);
+        step<true, false>(odd, even, next, finished_even, finished_odd, middle, columns - COLUMNS, m0, second_bias,
+                          second_floor);
         wait_for_products();
         begin_next(next, finished_odd);
         wait_for_products();
@@ -269,20 +308,16 @@ struct Consumer {
 };
 
 // The first convolution's results, rounded: the sums of two neighbouring blocks of 8 columns are what an instruction takes of
-// 16 channels.
+// 16 channels of 2 bytes; one block, of 8 channels of TF32.
 __device__ __forceinline__ void round_middle(unsigned long long (&middle)[MIDDLE / STEP][2], const float (&sums)[MIDDLE / 2],
                                              const float* bias, unsigned floor) {
 #pragma unroll
     for (int step = 0; step < MIDDLE / STEP; ++step) {
-        float2 biases[2];
-        load_biases(biases, bias, step * STEP);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const float* const block = sums + (step * 2 + j) * 4;
-            const unsigned upper = finished_pair<ELEMENT>(block[0] + biases[j].x, block[1] + biases[j].y, floor);
-            const unsigned lower = finished_pair<ELEMENT>(block[2] + biases[j].x, block[3] + biases[j].y, floor);
-            middle[step][j] = upper | static_cast<unsigned long long>(lower) << 32;
-        }
+        float2 biases[STEP / 8];
+        load_biases_of_matrices<ELEMENT>(biases, bias, step * STEP);
+        unsigned words[4];
+        finish_matrices<ELEMENT, false>(words, sums + step * STEP / 2, biases, floor);
+        to_operand(middle[step], words);
     }
 }
 
@@ -328,12 +363,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             consumer.multiply_both(middle, second.K, tile * TILE_M, second_bias, second_floor, next_bias, next_floor);
         } else {
             // While the even columns are finished the odd ones are multiplied, and those of the other consumer while these are.
-            for (int k = 0; k < second.K; k += 2 * SLICE) {
-                float even[SLICE / 2], odd[SLICE / 2];
+            for (int k = 0; k < second.K; k += 2 * COLUMNS) {
+                float even[COLUMNS / 2], odd[COLUMNS / 2];
                 consumer.begin_second(even, middle);
                 consumer.begin_second(odd, middle);
                 consumer.end_second<1>(even, k, tile * TILE_M, second_bias, second_floor);
-                consumer.end_second<0>(odd, k + SLICE, tile * TILE_M, second_bias, second_floor);
+                consumer.end_second<0>(odd, k + COLUMNS, tile * TILE_M, second_bias, second_floor);
             }
         }
     }

@@ -1,9 +1,10 @@
 """conv2d_wgmma_b2b.cu as a program of the host: its own text; C++ plays barriers, accelerator and tensor cores.
 
-A block runs with all threads of its consumers and one of its producer, taken in turns at random, in bfloat16. Boxes lie
-in shared memory as the accelerator leaves them, some time after they were asked for, and NaN does until then; they are
-stored as they are found some time after that was begun; an instruction takes its operands, those in registers as well,
-as the PTX ISA lays them out, at any time until it is waited for. Whatever is read too early makes a wrong result.
+A block runs with all threads of its consumers and one of its producer, taken in turns at random, in bfloat16 or TF32.
+Boxes lie in shared memory as the accelerator leaves them, some time after they were asked for, and NaN does until then;
+they are stored as they are found some time after that was begun; an instruction takes its operands, those in registers
+as well, as the PTX ISA lays them out, at any time until it is waited for. Whatever is read too early makes a wrong
+result.
 """
 
 import math
@@ -14,6 +15,7 @@ from back_to_back_machine import HOST, MAIN
 from wgmma_host import IM2COL, HostSource, Program, place
 
 from cupy_resnet.conv2d import Conv2dProblem
+from cupy_resnet.conv2d.back_to_back import interleaved
 from cupy_resnet.conv2d.params import conv2d_params
 from cupy_resnet.jit.sources import find_kernel
 
@@ -32,7 +34,7 @@ def host_source() -> HostSource:
     text = text.replace("__shared__", "static")
     assert "asm" not in text
     params = include["conv2d_params.cuh"].replace("#pragma once", "")
-    im2col = IM2COL.replace("32", "64")  # channels a row: these have 2 bytes
+    im2col = IM2COL.replace("32", "PER_ROW")  # channels
     return HostSource("\n".join([HOST, params, place()]), text, "conv2d_wgmma_b2b", f"{im2col}\n{MAIN}")
 
 
@@ -63,6 +65,8 @@ def run(
     """
     names = ("x", "first", "second", "first_bias", "second_bias", "residual", "next", "next_bias")
     params = (conv2d_params(problem, relu).tobytes() for problem, relu in zip((first, second), relus[:2], strict=True))
+    if first.precision == "tf32":
+        arrays = arrays | {name: interleaved(arrays[name]) for name in ("first", "second", "next") if name in arrays}
     tensors = (np.ascontiguousarray(arrays[name], np.float32).tobytes() for name in names if name in arrays)
     head = np.array([seed, grid, biases, in_place, relus[-1]], np.int32)
     given = head.tobytes() + b"".join([*params, *tensors])

@@ -12,6 +12,7 @@ HOST = (
 #include <map>
 #include <random>
 #include <set>
+#include <type_traits>
 #include <vector>
 #include <ucontext.h>
 #define __device__
@@ -22,12 +23,16 @@ HOST = (
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define WARPGROUP_MMA_FROM_REGISTERS(...)
+#define WARPGROUP_MMA_TF32_FROM_REGISTERS(...)
 
 struct Index { int x; } threadIdx, blockIdx, gridDim;
 struct TensorMap { int id; };
 struct float2 { float x, y; };
 struct Half { unsigned short bits; };
 struct BFloat16 { unsigned short bits; };
+constexpr int SIZE = sizeof(ELEMENT), PER_ROW = 128 / SIZE, DEPTH = 32 / SIZE;  // elements of a row, of an instruction
+using Word = std::conditional_t<SIZE == 4, unsigned, unsigned short>;
+constexpr Word NOTHING = SIZE == 4 ? 0x7fffffff : 0x7fff;  // a NaN
 enum { PIXELS, FIRST, SECOND, RESIDUALS, OUTPUTS, NEXT_FILTERS, NEXT_OUTPUTS };
 unsigned char shared[227 << 10] __align__(1024);
 
@@ -88,6 +93,7 @@ unsigned __float_as_uint(float value) { unsigned bits; memcpy(&bits, &value, 4);
 float to_float(BFloat16 v) { return __uint_as_float(unsigned(v.bits) << 16); }
 unsigned bits_of(float v) {
     const unsigned bits = __float_as_uint(v);
+    if (SIZE == 4) return bits;
     return v != v ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 unsigned pack_pair(float low, float high, BFloat16) { return bits_of(low) | bits_of(high) << 16; }
@@ -99,15 +105,21 @@ unsigned larger_word(unsigned a, unsigned b, BFloat16) {
     return larger_half(a, b) | larger_half(a >> 16, b >> 16) << 16;
 }
 float2 make_float2(float x, float y) { return {x, y}; }
+float relu_of(float x, float least) { return x < least ? 0.0f : x; }
+unsigned round_to_tf32(unsigned bits) { return (bits & 0x7f800000) == 0x7f800000 ? bits : (bits + 0x1000) & ~0x1fffu; }
 
 unsigned shared_address(const void* pointer) {
     if (pointer == shared) return 0;
     return addresses.try_emplace(pointer, 0x100000 + 8 * addresses.size()).first->second;
 }
-unsigned short& at(unsigned address) {
-    return *reinterpret_cast<unsigned short*>(shared + (address ^ (address >> 7 & 7) << 4));
+Word& at(unsigned address) { return *reinterpret_cast<Word*>(shared + (address ^ (address >> 7 & 7) << 4)); }
+float value_at(unsigned address) { return __uint_as_float(SIZE == 4 ? at(address) : unsigned(at(address)) << 16); }
+// What tensor cores take of a value in TF32; they are given no others here.
+float multiplied(float value) {
+    const unsigned bits = __float_as_uint(value);
+    if (SIZE == 4 && value == value && round_to_tf32(bits) != bits) fail("this is no TF32");
+    return value;
 }
-float value_at(unsigned address) { return __uint_as_float(unsigned(at(address)) << 16); }
 
 void barrier_init(unsigned address, int count) { barriers_at[address] = {count, count, 0, 0}; }
 void barrier_init_done() {}
@@ -176,22 +188,29 @@ void warpgroup_operands(unsigned long long (&)[COUNT][2]) {}
 // Sums of small integers are exact.
 void compute(Multiplier& multiplier) {
     const Instruction& in = multiplier.instructions.front();
-    std::vector<float> a(64 * 16), b(in.columns * 16);
-    const unsigned a_begin = unsigned(in.a_shared & 0x3fff) * 16;
-    for (int i = 0; i < 64 * 16 && !in.a[0]; ++i) a[i] = value_at(a_begin + i / 16 * 128 + i % 16 * 2);
+    std::vector<float> a(64 * DEPTH), b(in.columns * DEPTH);
+    const auto element = [&](unsigned long long operand, int i) {
+        return value_at(unsigned(operand & 0x3fff) * 16 + i / DEPTH * 128 + i % DEPTH * SIZE);
+    };
+    for (int i = 0; i < 64 * DEPTH && !in.a[0]; ++i) a[i] = element(in.a_shared, i);
     for (int thread = 0; thread < 128 && in.a[0]; ++thread) {
-        const int row = thread / 32 * 16 + thread % 32 / 4, k = thread % 4 * 2;
-        for (int i = 0; i < 8; ++i) {  // elements of words 0 … 3
-            const unsigned bits = in.a[thread][i / 4] >> i % 4 * 16 & 0xffff;
-            a[(row + i / 2 % 2 * 8) * 16 + k + i / 4 * 8 + i % 2] = __uint_as_float(bits << 16);
+        const int row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
+        for (int i = 0; i < 4; ++i) {  // words
+            const unsigned word = in.a[thread][i / 2] >> i % 2 * 32;
+            float* const first = &a[(row + i % 2 * 8) * DEPTH + i / 2 * DEPTH / 2];
+            if (SIZE == 4) {
+                first[t] = multiplied(__uint_as_float(word));
+            } else {
+                first[2 * t] = __uint_as_float(word << 16), first[2 * t + 1] = __uint_as_float(word & 0xffff0000);
+            }
         }
     }
-    for (int i = 0; i < in.columns * 16; ++i) b[i] = value_at(unsigned(in.b & 0x3fff) * 16 + i / 16 * 128 + i % 16 * 2);
+    for (int i = 0; i < in.columns * DEPTH; ++i) b[i] = element(in.b, i);
     for (int thread = 0; thread < 128; ++thread) {
         for (int i = 0; i < in.columns / 2; ++i) {
             const int row = thread / 32 * 16 + thread % 32 / 4 + i % 4 / 2 * 8, n = i / 4 * 8 + thread % 4 * 2 + i % 2;
             float sum = in.accumulate ? in.sums[thread][i] : 0.0f;
-            for (int k = 0; k < 16; ++k) sum += a[row * 16 + k] * b[n * 16 + k];
+            for (int k = 0; k < DEPTH; ++k) sum += a[row * DEPTH + k] * b[n * DEPTH + k];
             in.sums[thread][i] = sum;
         }
     }
@@ -214,7 +233,7 @@ std::vector<float> x, first_filter, second_filter, next_filter, first_bias, seco
 
 void fetch(unsigned place, std::vector<float> rows, unsigned barrier) {
     if (place % 1024) fail("a swizzle begins here");
-    for (unsigned i = 0; i < rows.size(); ++i) at(place + i * 2) = 0x7fff;
+    for (unsigned i = 0; i < rows.size(); ++i) at(place + i * SIZE) = NOTHING;
     fetches.push_back({place, std::move(rows), barrier});
 }
 void fetch_im2col(unsigned place, const TensorMap& map, unsigned barrier, int c, int w, int h, int n, int s, int r) {
@@ -245,7 +264,7 @@ void store(const Store& box) {
     std::vector<float>& output = box.map == OUTPUTS ? y : z;
     for (int i = 0; i < 64 && box.row + i < second.gemm_m; ++i) {
         float* const row = &output[long(box.row + i) * (box.map == OUTPUTS ? second.K : NEXT) + box.column];
-        for (int k = 0; k < 64; ++k) row[k] = value_at(box.place + i * 128 + k * 2);
+        for (int k = 0; k < PER_ROW; ++k) row[k] = value_at(box.place + i * 128 + k * SIZE);
     }
     ++routines[box.thread].stored;
 }
@@ -299,9 +318,9 @@ void block() {
             const int number = draw() % fetches.size();
             const Box box = std::move(fetches[number]);
             fetches.erase(fetches.begin() + number);
-            for (unsigned i = 0; i < box.rows.size(); ++i) at(box.place + i * 2) = bits_of(box.rows[i]);
+            for (unsigned i = 0; i < box.rows.size(); ++i) at(box.place + i * SIZE) = bits_of(box.rows[i]);
             Barrier& barrier = barriers_at.at(box.barrier);
-            barrier.bytes -= box.rows.size() * 2;
+            barrier.bytes -= box.rows.size() * SIZE;
             complete(barrier);
         } else if (!stores.empty() && (stuck || draw() % (lazy == 2 ? 50 : 3) == 0)) {
             // Those of one thread in their order, as it waits for the oldest.

@@ -6,16 +6,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from back_to_back_support import FIRST, PAIR
 from wgmma_support import STATIC_SHARED, Gpus, assert_constants, collected_launches, parameters, two_gpus
 
-from cupy_resnet.conv2d import H100, Conv2dPair, Conv2dProblem, back_to_back, tensor_maps
+from cupy_resnet.conv2d import H100, PRECISIONS, Conv2dPair, Conv2dProblem, back_to_back, tensor_maps
 from cupy_resnet.conv2d.back_to_back import (
     BackToBackConfig,
     BackToBackOperands,
     back_to_back_candidates,
     configurations,
+    in_order,
+    interleaved,
     launch_back_to_back,
     supports_back_to_back,
 )
@@ -93,7 +96,7 @@ def test_sizes_that_no_pair_can_have(sizes: dict[str, int], words: str) -> None:
         replace(PAIR, **sizes)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32"])
 @pytest.mark.parametrize(
     "changes", [{}, {"C": 192, "K": 128}, {"K": 256, "stride_h": 2}, {"R": 1, "S": 1, "dilation_w": 2}]
 )
@@ -109,7 +112,8 @@ def test_it_solves_bottlenecks(precision: str, changes: dict[str, int], K: int) 
 @pytest.mark.parametrize(
     ("changes", "K", "why_not"),
     [
-        ({"precision": "tf32"}, 256, "computes in fp16 or bf16, not in tf32"),
+        ({"precision": "fp32-tc"}, 256, "computes in fp16, bf16 or tf32, not in fp32-tc"),
+        ({"precision": "tf32", "C": 48}, 256, "needs C a multiple of 32 and K of 4, not 48 and 64"),
         ({"C": 96}, 256, "needs C a multiple of 64 and K of 8, not 96 and 64"),
         ({"groups": 2}, 256, "needs groups 1, not 2"),
         ({"stride_h": 9}, 256, "needs strides up to 8, not 9×1"),
@@ -155,10 +159,11 @@ def test_the_launch_agrees_with_the_kernels_constants(config: BackToBackConfig) 
         "THREADS": config.threads,
         "CONSUMERS": config.consumers,
         "ROW_BYTES": config.ROW_BYTES,
-        "SLICE": config.SLICE,
-        "2 * SLICE": config.COLUMNS,
+        "SLICE * sizeof(ELEMENT)": config.ROW_BYTES,
+        "COLUMNS": config.SECOND,
+        "SLICES * SLICE": config.SECOND,
         "PIXEL_STAGES * PIXEL_BYTES + FILTER_STAGES * FILTER_BYTES": config.shared_memory,
-        "MIDDLE / SLICE * SECOND_BOX_BYTES": "FILTER_BYTES",
+        "SECOND_BOXES * SECOND_BOX_BYTES": "FILTER_BYTES",
         "CONSUMERS * CONSUMER_BYTES": "PIXEL_BYTES",
         "sizeof(TensorMap)": tensor_maps.BYTES,
         "CONSUMER_BYTES % 1024": 0,  # where a box begins, the swizzle begins anew
@@ -178,9 +183,10 @@ def test_a_block_fits_an_h100_and_has_no_room_for_more_pixels(config: BackToBack
 
 
 def test_filters_of_the_narrowest_bottleneck_stay() -> None:
-    steps = 9 * PLAIN.C // 64 + 4 * PLAIN.K // 64
     for config in CONFIGS:
-        assert (config.filter_stages >= steps) == (config.mid_channels == 64)
+        channels = config.ROW_BYTES // PRECISIONS[config.precision].element_size
+        steps = 9 * PLAIN.C // channels + 4 * PLAIN.K // channels
+        assert (config.filter_stages >= steps) == (config.mid_channels == 64 and config.precision != "tf32")
 
 
 @pytest.fixture(scope="module")
@@ -243,8 +249,8 @@ def launches(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...
 
 
 def named_operands(biases: tuple[Any, Any], relus: tuple[bool, bool]) -> BackToBackOperands:
-    """Operands that are names."""
-    filters: Any = (Filter("first"), Filter("second"))
+    """Operands that are names, which stand for filters in any order."""
+    filters: Any = (Filter("first", {NAME: "first"}), Filter("second", {NAME: "second"}))
     arrays: Any = {"x": "x", "residual": "residual", "y": "y"}
     return BackToBackOperands(filters=filters, biases=biases, relus=relus, **arrays)
 
@@ -267,8 +273,8 @@ def test_the_launch(
     assert given["pixels"] == ("im2col_map", first, "x", config.tile_m)
     assert given["first_filters"] == ("matrix_map", first, "first", 3 * 2 * 128, config.mid_channels)
     assert given["second_filters"] == ("matrix_map", second, "second", config.mid_channels, 64)
-    assert given["residuals"] == ("matrix_map", second, "residual", 384, config.tile_m)
-    assert given["outputs"] == ("matrix_map", second, "y", 384, 64)
+    assert given["residuals"] == ("matrix_map", second, "residual", 384, config.tile_m, ("factor", False))
+    assert given["outputs"] == ("matrix_map", second, "y", 384, 64, ("factor", False))
     assert (given["first_bias"], given["second_bias"]) == tuple(NULL if bias is None else bias for bias in biases)
     assert given["next_filters"] is given["next_outputs"] is tensor_maps.NONE
     assert (given["next_bias"], given["next_relu"]) == (NULL, 0)
@@ -294,3 +300,13 @@ def test_a_block_per_tile_or_per_multiprocessor(
         launch_back_to_back(pair, named_operands(("a", "b"), (True, True)), config)
     grids = tuple(grid[0] for _, grid, *_ in launches)
     assert grids == (tiles or (multiprocessors,) * 2)
+
+
+def test_in_tf32_filters_are_interleaved_once_and_others_are_as_they_are() -> None:
+    weight = np.arange(16 * 2).reshape(16, 1, 1, 2)
+    order = [0, 4, 1, 5, 2, 6, 3, 7]
+    np.testing.assert_array_equal(interleaved(weight), weight[order + [8 + place for place in order]])
+    filter = Filter(weight)
+    assert all(in_order(filter, precision) is weight for precision in ("fp16", "bf16"))
+    filter.packed[NAME] = interleaved(weight)
+    assert in_order(filter, "tf32") is filter.packed[NAME]

@@ -67,7 +67,11 @@ def test_a_single_image_is_two() -> None:
 @pytest.mark.parametrize(
     ("first", "device", "words"),
     [
-        (replace(FIRST, precision="tf32"), H100, f"{back_to_back.name} computes in fp16 or bf16, not in tf32"),
+        (
+            replace(FIRST, precision="fp32-tc"),
+            H100,
+            f"{back_to_back.name} computes in fp16, bf16 or tf32, not in fp32-tc",
+        ),
         (FIRST, A100, "compute capability 9.0"),
         (replace(FIRST, C=128, K=128, groups=32), H100, back_to_back.name),
         (replace(FIRST, N=0), H100, "there are no images"),
@@ -168,7 +172,7 @@ def test_a_networks_pairs_come_behind_its_convolutions() -> None:
     assert Workload(PAIR, count=2, residual=True) in pairs
     for pair in pairs:
         assert all(alone[part].count >= pair.count for part in pair.problem.parts)  # type: ignore[union-attr]
-    for options in (("resnet18", "fp16", H100), ("resnet50", "fp16", A100), ("resnet50", "tf32", H100)):
+    for options in (("resnet18", "fp16", H100), ("resnet50", "fp16", A100), ("resnet50", "fp32-tc", H100)):
         found = network_problems(describe(options[0]), (32, 3, 224, 224), *options[1:])
         assert not any(isinstance(workload.problem, Conv2dPair) for workload in found), options
     unfused = network_problems(describe("resnet50"), (32, 3, 224, 224), "fp16", H100, fuse=False)

@@ -201,7 +201,7 @@ def test_what_the_engine_itself_is_keeps_them_apart(engine: Engine, why: str, mo
         engine.kernel = "conv2d_mma"
         assert not engine.fusions().shortcut(replace(pair.second, **SHORTCUT))
     if why == "precision":
-        pair = replace(pair, first=replace(pair.first, precision="tf32"))
+        pair = replace(pair, first=replace(pair.first, precision="fp32-tc"))
     assert not engine.fusions().back_to_back(pair)
     if why == "precision":
         return

@@ -316,7 +316,7 @@ def test_explain_has_one_step_for_a_pair(monkeypatch: pytest.MonkeyPatch) -> Non
     for step in (three, two):
         assert (step.reason, step.fallback) == ("always", None)
         assert step.config in str(fused)
-    for options in ({"kernel": "conv2d_mma"}, {"precision": "tf32"}, {"fuse": False}, {"engine": "numpy"}):
+    for options in ({"kernel": "conv2d_mma"}, {"precision": "fp32-tc"}, {"fuse": False}, {"engine": "numpy"}):
         assert all(step.kernel != back_to_back.name for step in steps(**options)), options
 
 

@@ -3,15 +3,14 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 from back_to_back_host import host_source, run
-from test_back_to_back_run import FULL_FILTERS, FULL_PIXELS, SHAPES, WIDE, convolution, drawn, seed_of
-from wgmma_host import COMPILER, Defines, Program, build, wrong_programs
+from test_back_to_back_run import FULL_PIXELS, SHAPES, convolution, drawn, in_precision_of, seed_of
+from wgmma_host import COMPILER, Program, build, wrong_programs
 
 from cupy_resnet.conv2d import Conv2dPair, Conv2dProblem
 from cupy_resnet.conv2d.back_to_back import configurations
@@ -19,14 +18,18 @@ from cupy_resnet.conv2d.back_to_back import configurations
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 FORMS: dict[str, dict[str, Any]] = {
-    f"{config.tile_m}x{config.mid_channels}x{config.next_channels}": config.defines()
+    f"{'TF32 ' * (config.precision == 'tf32')}{config.tile_m}x{config.mid_channels}x{config.next_channels}": (
+        config.defines()
+    )
     for config in configurations()
-    if config.precision == "bf16" and config.next_channels
+    if config.precision != "fp16" and config.next_channels
 }
 FORMS["few_stages"] = {**FORMS["128x64x64"], "PIXEL_STAGES": 2, "FILTER_STAGES": 2}
 FORMS["few_filters"] = {**FORMS["128x64x128"], "PIXEL_STAGES": 4, "FILTER_STAGES": 3}
 FORMS["few_pixels"] = {**FORMS["64x128x128"], "PIXEL_STAGES": 2, "FILTER_STAGES": 7}
 FORMS["resident"] = {**FORMS["128x64x128"], "PIXEL_STAGES": 3, "FILTER_STAGES": 21}
+FORMS["TF32, few stages"] = {**FORMS["TF32 128x64x64"], "PIXEL_STAGES": 3, "FILTER_STAGES": 4}
+FORMS["TF32, resident"] = {**FORMS["TF32 64x64x64"], "PIXEL_STAGES": 3, "FILTER_STAGES": 24}
 
 
 @pytest.fixture(scope="module")
@@ -67,34 +70,39 @@ def is_right(program: Program, first: Conv2dProblem, K: int, next_channels: int,
 @pytest.mark.parametrize("form", FORMS)
 def test_all_are_convolutions(program: Callable[[str], Program], form: str, shape: str) -> None:
     first, K = SHAPES[shape]
-    first = replace(first, K=int(FORMS[form]["MIDDLE"]))
+    first = in_precision_of(FORMS[form], first)
     assert is_right(program(form), first, K, FORMS[form]["NEXT"], seed=seed_of(shape, form, FORMS))
 
 
 MISTAKES = {
-    "the next filter is not waited for": (f"{FULL_FILTERS}            b[", "            b["),
+    "the next filter is not waited for": (
+        "b[SLICES * PARTS];\n        next_filters(b);",
+        "b[SLICES * PARTS];\n"
+        "        for (auto& of : b) of = operand(work.filter_stage(filter.stage)), filter.next(FILTER_STAGES);",
+    ),
     "stages for what leaves are not waited for": (f"{FULL_PIXELS}#pragma", "#pragma"),
     "no stages for what leaves": ("claim(barriers.pixels, pixel, 0);", ""),
     "products are not waited for": ("warpgroup_wait<0>();\n        do {", "warpgroup_wait<1>();\n        do {"),
     "only one filter is given back": ("while (elected && !work.resident && oldest != filter.stage);", "while (false);"),
-    "what was finished is multiplied too late": ("work, filter, k - SLICE);", "work, filter, k);"),
+    "what was finished is multiplied too late": ("work, filter, k - COLUMNS);", "work, filter, k);"),
     "the last of the next filter is missing": ("if (NEXT && with_filters) fetch_next", "if (false) fetch_next"),
     "one array for both": ("finished_even, finished_odd, middle, k -", "finished_even, finished_even, middle, k -"),
-    "rows are exchanged": (f"words[j][0] | {WIDE}(words[j][1])", f"words[j][1] | {WIDE}(words[j][0])"),
-    "a column comes twice": ("finished[j][0] = words[j][0]", "finished[j][0] = words[j][2]"),
-    "the wrong part": ("maps.next, full, k, part * MIDDLE);", "maps.next, full, k, 0);"),
+    "TF32: what is finished is that of the first slice": ("to_operand(finished[step],", "to_operand(finished[j],"),
+    "the wrong part": ("k + slice * SLICE, part * MIDDLE);", "k + slice * SLICE, 0);"),
+    "TF32: the next filter's first slice comes twice": ("maps.next, full, k + slice * SLICE", "maps.next, full, k"),
+    "TF32: a slice's stage is the other's": ("b[slice * PARTS + part] + step * 2", "b[part] + step * 2"),
     "the wrong sums": ("&sums[k / MIDDLE][k % MIDDLE / 2 +", "&sums[0][k % MIDDLE / 2 +"),
     "the second's ReLU": ("next_bias, next_floor);\n        } else", "next_bias, second_floor);\n        } else"),
     "filters fetched again": ("1 + PARTS : 1", "1 : 1"),
 }  # fmt: skip
 
 
-def form_for(mistake: str) -> Defines:
+def form_for(mistake: str) -> dict[str, Any]:
     stages = {
         "PIXEL_STAGES": 2 if "leaves" in mistake else 3,
         "FILTER_STAGES": 14 if mistake == "filters fetched again" else 5,
     }
-    return {**FORMS["128x64x128"], **stages}
+    return {**FORMS["TF32 128x64x64" if "TF32" in mistake else "128x64x128"], **stages}
 
 
 wrong = wrong_programs(host_source, MISTAKES, form_for)
@@ -104,6 +112,7 @@ wrong = wrong_programs(host_source, MISTAKES, form_for)
 def test_a_mistake_is_found(wrong: Callable[[str], Program], mistake: str) -> None:
     """So that what is found right means something."""
     program = wrong(mistake)
-    cases = [(replace(first, K=64), K) for first, K in SHAPES.values()]
-    assert is_right(program.without_mistake, *cases[0], 128, seed=0)
-    assert not all(is_right(program, first, K, 128, seed) for seed in range(4) for first, K in cases)
+    form = form_for(mistake)
+    cases = [(in_precision_of(form, first), K) for first, K in SHAPES.values()]
+    assert is_right(program.without_mistake, *cases[0], form["NEXT"], seed=0)
+    assert not all(is_right(program, first, K, form["NEXT"], seed) for seed in range(4) for first, K in cases)

@@ -29,13 +29,16 @@ SHAPES = {
     "full tiles": (replace(PLAIN, N=2, H=8, W=16), 256),
 }
 FORMS = {
-    f"{config.tile_m}x{config.mid_channels}": config.defines()
+    f"{'TF32 ' * (config.precision == 'tf32')}{config.tile_m}x{config.mid_channels}": config.defines()
     for config in configurations()
-    if config.precision == "bf16" and not config.next_channels
+    if config.precision != "fp16" and not config.next_channels
 }
 FORMS["few_stages"] = {**FORMS["128x64"], "PIXEL_STAGES": 2, "FILTER_STAGES": 2}
 FORMS["few_filters"] = {**FORMS["128x64"], "PIXEL_STAGES": 5, "FILTER_STAGES": 3}
 FORMS["few_pixels"] = {**FORMS["64x128"], "PIXEL_STAGES": 2, "FILTER_STAGES": 7}
+FORMS["TF32, few stages"] = {**FORMS["TF32 128x64"], "PIXEL_STAGES": 3, "FILTER_STAGES": 4}
+FORMS["TF32, resident"] = {**FORMS["TF32 64x64"], "PIXEL_STAGES": 3, "FILTER_STAGES": 25}
+"""Both filters of 1×1 have room."""
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +49,26 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program
     return cache(lambda name: build(compiler, folder, host_source().text(), name, FORMS[name]))
 
 
+def in_precision_of(form: Defines, first: Conv2dProblem) -> Conv2dProblem:
+    """With as many filters as the form has."""
+    precision = "tf32" if form["ELEMENT"] == "float" else "bf16"
+    return replace(first, K=int(form["MIDDLE"]), precision=precision)
+
+
 def drawn(first: Conv2dProblem, second: Conv2dProblem, seed: int) -> dict[str, np.ndarray]:
-    """Integers: few of the second filter, so that most sums have the 8 bits of a bfloat16."""
+    """Integers: few of the second filter, so that most sums have the 8 bits of a bfloat16; larger ones for TF32, so
+    that what is between two convolutions has to be rounded, and what is stored has not.
+    """
     generator = np.random.default_rng(seed)
+    most = 16 if first.precision == "tf32" else 1
 
     def integers(most: int, shape: tuple[int, ...]) -> np.ndarray:
         return generator.integers(-most, most + 1, shape).astype(np.float32)
 
     few = generator.random(second.filter_shape) < 8 / first.K
     return {
-        "x": integers(1, first.input_shape),
-        "first": integers(1, first.filter_shape),
+        "x": integers(most, first.input_shape),
+        "first": integers(most, first.filter_shape),
         "second": integers(1, second.filter_shape) * few,
         "first_bias": integers(9, (first.K,)),
         "second_bias": integers(9, (second.K,)),
@@ -71,6 +83,11 @@ def to_bfloat16(values: np.ndarray) -> np.ndarray:
     return ((bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
+def to_tf32(values: np.ndarray) -> np.ndarray:
+    """Rounded to nearest, halves away from zero, as float32."""
+    return ((values.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
 def convolution(
     problem: Conv2dProblem,
     x: np.ndarray,
@@ -79,8 +96,11 @@ def convolution(
     residual: np.ndarray | None,
     relu: bool,
 ) -> np.ndarray:
-    given = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-    return to_bfloat16(torch_conv2d(given, ConvCase(problem, relu=relu).arguments))
+    rounded = to_tf32(x) if problem.precision == "tf32" else x
+    y = torch_conv2d(
+        {"x": rounded, "weight": weight, "bias": bias, "residual": residual}, ConvCase(problem, relu=relu).arguments
+    )
+    return y if problem.precision == "tf32" else to_bfloat16(y)
 
 
 def is_right(program: Program, first: Conv2dProblem, K: int, seed: int) -> bool:
@@ -106,20 +126,18 @@ def seed_of(shape: str, form: str, forms: Iterable[str]) -> int:
 @pytest.mark.parametrize("form", FORMS)
 def test_it_is_exact_on_integers(program: Callable[[str], Program], shape: str, form: str) -> None:
     first, K = SHAPES[shape]
-    first = replace(first, K=int(FORMS[form]["MIDDLE"]))
-    assert is_right(program(form), first, K, seed=seed_of(shape, form, FORMS))
+    assert is_right(program(form), in_precision_of(FORMS[form], first), K, seed=seed_of(shape, form, FORMS))
 
 
-# Of the kernel's text: a wait up to the indentation of the next line, and a cast.
+# Of the kernel's text: a wait up to the indentation of the next line.
 FULL_PIXELS = "wait_until_full(barriers.pixels, pixel);\n"
 FULL_FILTERS = "wait_until_full(barriers.filters, filter);\n"
-WIDE = "static_cast<unsigned long long>"
 
 MISTAKES = {
     "the input is not waited for": (f"{FULL_PIXELS}            const", "            const"),
     "the first filter is not waited for": (f"{FULL_FILTERS}            wait", "            wait"),
-    "the second filter is not waited for": (f"{FULL_FILTERS}        const", "        const"),
-    "the residual is not waited for": (f"{FULL_PIXELS}        unsigned", "        unsigned"),
+    "the second filter is not waited for": (f"{FULL_FILTERS}            b[i]", "            b[i]"),
+    "the residual is not waited for": (f"{FULL_PIXELS}            unsigned", "            unsigned"),
     "the sums are not waited for": ("warpgroup_wait<PENDING>();", "warpgroup_wait<PENDING + 1>();"),
     "a slice is given back before it has been read": ("warpgroup_wait<1>();", "warpgroup_wait<2>();"),
     "one consumer gives back for both": ("&ring.empty[stage]), readers);", "&ring.empty[stage]), 1);"),
@@ -132,18 +150,32 @@ MISTAKES = {
     "stored before it is visible": ("written_for_storing();", ""),
     "the last is not stored": ("if (consumer.elected) store_wait<0>();", ""),
     "rows are not swizzled": ("(lane / 16 ^ lane % 8) * 16", "lane / 16 * 16"),
-    "columns of the middle are exchanged": ("middle[step][j] =", "middle[step][1 - j] ="),
-    "rows of the middle are exchanged": (f"upper | {WIDE}(lower)", f"lower | {WIDE}(upper)"),
-    "the wrong slice of the second filter": ("step / STEPS * SECOND_BOX_BYTES", "0 * SECOND_BOX_BYTES"),
+    "columns of the middle are exchanged": ("operand[half] =", "operand[1 - half] ="),
+    "rows of the middle are exchanged": (
+        "low = words[half * 2], high = words[half * 2 + 1]",
+        "low = words[half * 2 + 1], high = words[half * 2]",
+    ),
+    "the wrong slice of the second filter": ("at / STEPS * SECOND_BOX_BYTES", "0 * SECOND_BOX_BYTES"),
     "the other consumer's rows are stored": ("k, m0 + number * 64);", "k, m0);"),
     "resident filters are fetched again": ("!work.resident || tile == blockIdx.x", "true"),
     "resident filters are looked for further on": ("if (work.resident) consumer.filter = {0, 0};", ""),
     "the first's ReLU is the second's": ("first_bias, first_floor", "first_bias, second_floor"),
+    "TF32: what is between two is not rounded": ("low = round_to_tf32(low), high = round_to_tf32(high);", ";"),
+    "TF32: one stage for both slices": ("b[step / IN_STAGE] + offset", "b[0] + offset"),
+    "TF32: only one stage is given back": ("slice < SLICES; ++slice) release", "slice < 1; ++slice) release"),
+    "TF32: the second slice takes the first one's place": ("maps.outputs, k + slice * SLICE,", "maps.outputs, k,"),
+    "TF32: the first residual comes twice": ("maps.residuals, full, k + slice * SLICE,", "maps.residuals, full, k,"),
+    "TF32: the second filter's first depth comes twice": ("full, depth + i * SLICE, k);", "full, i * SLICE, k);"),
+    "TF32: sums of neighbours": ("sums[matrix % 2 * 2 + matrix / 2]", "sums[matrix]"),
+    "TF32: biases of neighbours": ("make_float2(first[0], first[4])", "make_float2(first[0], first[1])"),
 }  # fmt: skip
 
 
 def form_for(mistake: str) -> Defines:
-    return FORMS["128x64"] if "resident" in mistake else {**FORMS["128x128"], "PIXEL_STAGES": 3, "FILTER_STAGES": 3}
+    if "resident" in mistake:
+        return FORMS["128x64"]
+    name, stages = ("TF32 64x128", 4) if "TF32" in mistake else ("128x128", 3)
+    return {**FORMS[name], "PIXEL_STAGES": 3, "FILTER_STAGES": stages}
 
 
 wrong = wrong_programs(host_source, MISTAKES, form_for)
@@ -153,6 +185,6 @@ wrong = wrong_programs(host_source, MISTAKES, form_for)
 def test_a_mistake_is_found(wrong: Callable[[str], Program], mistake: str) -> None:
     """So that what is found right means something."""
     program = wrong(mistake)
-    cases = [(replace(first, K=int(form_for(mistake)["MIDDLE"])), K) for first, K in SHAPES.values()]
+    cases = [(in_precision_of(form_for(mistake), first), K) for first, K in SHAPES.values()]
     assert is_right(program.without_mistake, *cases[0], seed=0)
     assert not all(is_right(program, first, K, seed) for seed in range(4) for first, K in cases)

@@ -94,7 +94,7 @@ def test_nothing_of_a_pass_counts_twice(model: str, size: int) -> None:
 
 
 def test_other_arithmetic_has_no_pairs() -> None:
-    for precision in ("fp32", "tf32"):
+    for precision in ("fp32", "fp32-tc"):
         listed = network_problems(describe("resnet50"), (32, 3, 224, 224), precision, H100)
         assert not any(isinstance(workload.problem, Conv2dPair) for workload in listed)
 

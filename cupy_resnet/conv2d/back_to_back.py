@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 name = "conv2d_wgmma_b2b"
-PRECISION_NAMES = ("fp16", "bf16")
+PRECISION_NAMES = ("fp16", "bf16", "tf32")
 
 _FIRST = Wgmma()
 """The kernel that would compute the first convolution on its own takes its pixels the same way."""
@@ -89,7 +89,10 @@ def supports_back_to_back(pair: Conv2dPair, device: Device) -> Support:
     """Whether the kernel computes all convolutions of `pair` on `device`, and if not, why."""
     first, second = pair.first, pair.second
     if first.precision not in PRECISION_NAMES:
-        return False, f"computes in {' or '.join(PRECISION_NAMES)}, not in {first.precision}"
+        return (
+            False,
+            f"computes in {', '.join(PRECISION_NAMES[:-1])} or {PRECISION_NAMES[-1]}, not in {first.precision}",
+        )
     supported, why_not = _FIRST.supports(first, device)
     if not supported:
         return False, why_not
@@ -99,20 +102,29 @@ def supports_back_to_back(pair: Conv2dPair, device: Device) -> Support:
         exceeded = part.limit_exceeded()
         if exceeded is not None:
             return False, exceeded
-    mid_channels = sorted({config.mid_channels for config in configs.BACK_TO_BACK})
-    if first.K not in mid_channels or second.K % BackToBackConfig.COLUMNS:
-        *smaller, largest = mid_channels
+    forms = [config for config in configs.BACK_TO_BACK if config.precision == first.precision]
+    mid_channels, wanted = sorted({config.mid_channels for config in forms}), 2 * BackToBackConfig.SECOND
+    if first.K not in mid_channels or second.K % wanted:
         return False, (
-            f"needs {', '.join(map(str, smaller))} or {largest} channels between the two and a multiple of "
-            f"{BackToBackConfig.COLUMNS} behind them, not {first.K} and {second.K}"
+            f"needs {_alternatives(mid_channels)} channels between the two and a multiple of {wanted} behind them, not "
+            f"{first.K} and {second.K}"
         )
-    known = sorted({config.next_channels for config in configs.BACK_TO_BACK if config.mid_channels == first.K} - {0})
-    if pair.following and pair.following not in known:
+    going_on = {(config.mid_channels, config.next_channels) for config in forms if config.next_channels}
+    if pair.following and (first.K, pair.following) not in going_on:
+        known = sorted(filters for channels, filters in going_on if channels == first.K)
         if not known:
-            return False, f"goes on with a third convolution behind 64 or 128 channels, not behind {first.K}"
-        filters = " or ".join(map(str, known))
-        return False, f"goes on with {filters} filters behind {first.K} channels, not with {pair.following}"
+            behind = _alternatives(sorted({channels for channels, _ in going_on}))
+            return False, f"goes on with a third convolution behind {behind} channels, not behind {first.K}"
+        return False, (
+            f"goes on with {_alternatives(known)} filters behind {first.K} channels, not with {pair.following}"
+        )
     return True, ""
+
+
+def _alternatives(counts: Sequence[int]) -> str:
+    """As text."""
+    *others, last = map(str, counts)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def back_to_back_candidates(pair: Conv2dPair, device: Device) -> Sequence[BackToBackConfig]:
@@ -133,21 +145,21 @@ def launch_back_to_back(pair: Conv2dPair, operands: BackToBackOperands, config: 
     """
     first, second, third = pair.first, pair.second, pair.third
     kernel = jit.get_function(name, defines=config.defines())
-    first_filter, second_filter = (filter.weight for filter in operands.filters)
+    first_filter, second_filter = (in_order(filter, pair.precision) for filter in operands.filters)
     next_maps, next_bias, next_relu = (tensor_maps.NONE, tensor_maps.NONE), None, False
     if third is not None:
         assert operands.following is not None, "what follows has operands"
         next_filter, next_bias, next_relu, z = operands.following
         next_maps = (
-            tensor_maps.matrix_map(third, next_filter.weight, third.gemm_k, config.mid_channels),
-            tensor_maps.matrix_map(third, z, third.K, config.tile_m // config.consumers),
+            tensor_maps.matrix_map(third, in_order(next_filter, pair.precision), third.gemm_k, config.mid_channels),
+            tensor_maps.matrix_map(third, z, third.K, config.tile_m // config.consumers, factor=False),
         )
     arguments = (
         tensor_maps.im2col_map(first, operands.x, config.tile_m),
         tensor_maps.matrix_map(first, first_filter, first.gemm_k, config.mid_channels),
-        tensor_maps.matrix_map(second, second_filter, second.gemm_k, config.SLICE),
-        tensor_maps.matrix_map(second, operands.residual, second.K, config.tile_m),
-        tensor_maps.matrix_map(second, operands.y, second.K, config.tile_m // config.consumers),
+        tensor_maps.matrix_map(second, second_filter, second.gemm_k, config.SECOND),
+        tensor_maps.matrix_map(second, operands.residual, second.K, config.tile_m, factor=False),
+        tensor_maps.matrix_map(second, operands.y, second.K, config.tile_m // config.consumers, factor=False),
         *next_maps,
         *(NULL if bias is None else bias for bias in (*operands.biases, next_bias)),
         conv2d_params(first, operands.relus[0]),
@@ -156,3 +168,14 @@ def launch_back_to_back(pair: Conv2dPair, operands: BackToBackOperands, config: 
     )
     grid = (min(blocks(first.gemm_m, config.tile_m), multiprocessors()),)
     jit.launch(kernel, grid, (config.threads,), arguments, shared=config.shared_memory, waits=True)
+
+
+def in_order(filter: Filter, precision: str) -> "cupy.ndarray":
+    """Returns KRSC filters as the kernel takes them: in TF32 `interleaved`, made once per filter."""
+    return filter.derived(name, interleaved) if precision == "tf32" else filter.weight
+
+
+def interleaved(weight: "cupy.ndarray") -> "cupy.ndarray":
+    """Returns (K, ...) filters with those of every 8 in the order 0 4 1 5 2 6 3 7, C-contiguous; NumPy arrays, too."""
+    K, *rest = weight.shape
+    return weight.reshape(K // 8, 2, 4, *rest).swapaxes(1, 2).reshape(K, *rest)

@@ -206,11 +206,8 @@ class BackToBackConfig:
     next_channels: int = 0
 
     ROW_BYTES = 128
-    SLICE = 64
-    """Channels of the input, or columns of the output, at a time."""
-
-    COLUMNS = 128
-    """Filters of the second convolution that a consumer has under way."""
+    SECOND = 64
+    """Filters of the second convolution that are multiplied at a time; a consumer has twice as many under way."""
 
     @property
     def consumers(self) -> int:
@@ -324,9 +321,21 @@ BACK_TO_BACK_NEXT_TILES = (
 """The same and next_channels. 17 or 21 stages hold all three filters around 64 channels; 21 would leave tiles of 128
 pixels too few stages of their own."""
 
+BACK_TO_BACK_TF32_TILES = (
+    (128, 256, 6, 4),
+    (128, 128, 6, 8),
+    (128, 64, 6, 16),
+    (64, 256, 8, 5),
+    (64, 128, 10, 9),
+    (64, 64, 12, 16),
+    (128, 64, 6, 16, 64),
+    (64, 64, 12, 16, 64),
+)
+"""Both in TF32: a slice has half as many channels, and registers hold half as many results."""
+
 BACK_TO_BACK = tuple(
     BackToBackConfig(precision, *tile)
-    for precision in ("fp16", "bf16")
-    for tile in (*BACK_TO_BACK_TILES, *BACK_TO_BACK_NEXT_TILES)
+    for precision in ("fp16", "bf16", "tf32")
+    for tile in (BACK_TO_BACK_TF32_TILES if precision == "tf32" else (*BACK_TO_BACK_TILES, *BACK_TO_BACK_NEXT_TILES))
 )
 """Every form in which conv2d_wgmma_b2b is compiled."""

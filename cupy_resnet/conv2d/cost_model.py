@@ -201,7 +201,8 @@ BACK_TO_BACK_PRODUCT_MICROSECONDS = 1.3
 BACK_TO_BACK_BANDWIDTH = 3.4e6
 """The rate of a tile's products on all multiprocessors of an H100 or H200, what begins each product of a tile beside
 that, and bytes per microsecond; from the ends of ResNet-50's bottlenecks with a residual, N = 8 to 256 on an H200. That
-a shortcut is no more than depth of the second product, and a third product like the first two, are guesses."""
+a shortcut is no more than depth of the second product, a third product like the first two, and TF32 half as fast, are
+guesses."""
 
 
 def back_to_back_microseconds(pair: Conv2dPair, device: Device, config: BackToBackConfig) -> float:
@@ -212,7 +213,8 @@ def back_to_back_microseconds(pair: Conv2dPair, device: Device, config: BackToBa
     """
     pixels = pair.first.gemm_m
     operations = pair.flops / max(pixels, 1) * config.tile_m
-    per_tile = operations * 132 / (BACK_TO_BACK_TFLOPS * 1e6) + len(pair.parts) * BACK_TO_BACK_PRODUCT_MICROSECONDS
+    rate = BACK_TO_BACK_TFLOPS * 1e6 * 2 / pair.first.arithmetic.element_size
+    per_tile = operations * 132 / rate + len(pair.parts) * BACK_TO_BACK_PRODUCT_MICROSECONDS
     residual = 0 if pair.shortcut_channels else pixels * pair.K * pair.first.arithmetic.element_size
     memory = (pair.bytes + residual) / BACK_TO_BACK_BANDWIDTH
     return max(_ceil(_ceil(pixels, config.tile_m), device.sm_count) * per_tile, memory) + LAUNCH_MICROSECONDS

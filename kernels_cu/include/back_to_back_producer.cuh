@@ -23,12 +23,25 @@ struct Work {
     __device__ __forceinline__ unsigned filter_stage(int stage) const { return filters + stage * FILTER_BYTES; }
 };
 
-// Asks for a slice of the next filter: all of its filters, SLICE of their depth.
-__device__ __forceinline__ void fetch_next(const Maps& maps, Barriers& barriers, const Work& work, Place& filter, int k) {
-    for (int part = 0; part < PARTS; ++part) {
+// Asks for COLUMNS of the second filter, SLICE of whose depth are a box.
+__device__ __forceinline__ void fetch_second(const Maps& maps, Barriers& barriers, const Work& work, Place& filter, int k) {
+    for (int depth = 0; depth < MIDDLE; depth += SECOND_BOXES * SLICE) {
         const unsigned full = claim(barriers.filters, filter, FILTER_BYTES);
-        fetch_box(work.filter_stage(filter.stage), maps.next, full, k, part * MIDDLE);
+        for (int i = 0; i < SECOND_BOXES; ++i) {
+            fetch_box(work.filter_stage(filter.stage) + i * SECOND_BOX_BYTES, maps.second, full, depth + i * SLICE, k);
+        }
         filter.next(FILTER_STAGES);
+    }
+}
+
+// Asks for what the next filters have of COLUMNS of their depth.
+__device__ __forceinline__ void fetch_next(const Maps& maps, Barriers& barriers, const Work& work, Place& filter, int k) {
+    for (int slice = 0; slice < SLICES; ++slice) {
+        for (int part = 0; part < PARTS; ++part) {
+            const unsigned full = claim(barriers.filters, filter, FILTER_BYTES);
+            fetch_box(work.filter_stage(filter.stage), maps.next, full, k + slice * SLICE, part * MIDDLE);
+            filter.next(FILTER_STAGES);
+        }
     }
 }
 
@@ -58,20 +71,16 @@ __device__ __forceinline__ void produce(const Maps& maps, Barriers& barriers, co
                 }
             }
         }
-        for (int k = 0; k < second.K; k += SLICE) {
-            if (with_filters) {
-                const unsigned full = claim(barriers.filters, filter, FILTER_BYTES);
-                for (int i = 0; i < MIDDLE / SLICE; ++i) {
-                    fetch_box(work.filter_stage(filter.stage) + i * SECOND_BOX_BYTES, maps.second, full, i * SLICE, k);
-                }
-                filter.next(FILTER_STAGES);
+        for (int k = 0; k < second.K; k += COLUMNS) {
+            if (with_filters) fetch_second(maps, barriers, work, filter, k);
+            for (int slice = 0; slice < SLICES; ++slice) {
+                const unsigned full = claim(barriers.pixels, pixel, PIXEL_BYTES);
+                fetch_box(work.pixel_stage(pixel.stage), maps.residuals, full, k + slice * SLICE, m0);
+                pixel.next(PIXEL_STAGES);
             }
-            const unsigned full = claim(barriers.pixels, pixel, PIXEL_BYTES);
-            fetch_box(work.pixel_stage(pixel.stage), maps.residuals, full, k, m0);
-            pixel.next(PIXEL_STAGES);
-            if (NEXT && with_filters && k > 0) fetch_next(maps, barriers, work, filter, k - SLICE);
+            if (NEXT && with_filters && k > 0) fetch_next(maps, barriers, work, filter, k - COLUMNS);
         }
-        if (NEXT && with_filters) fetch_next(maps, barriers, work, filter, second.K - SLICE);
+        if (NEXT && with_filters) fetch_next(maps, barriers, work, filter, second.K - COLUMNS);
         for (int k = 0; k < NEXT; k += SLICE) {  // nothing comes into the stages that its results leave from
             claim(barriers.pixels, pixel, 0);
             pixel.next(PIXEL_STAGES);

@@ -1,12 +1,15 @@
 // The end of a convolution whose sums lie in pairs of neighbouring columns, as warpgroup.cuh says, in elements of 2 bytes:
-// biases ahead of time, and pairs rounded and bounded at once.
+// biases ahead of time, and pairs rounded and bounded at once. Elements of 4 bytes end the same way if the filters of every 8
+// stand in the order 0 4 1 5 2 6 3 7: then a pair has the columns that load_matrices gives a lane of two rows of 16 bytes.
 #pragma once
 
 #include "element.cuh"
+#include "epilogue.cuh"
 
-// What pairs of results are raised to: 0 for ReLU, else −∞, which changes none. As in relu_of NaN stays NaN.
+// What results are raised to, pairs of 2 bytes at once: 0 for ReLU, else −∞, which changes none. As in relu_of NaN stays NaN.
 __device__ __forceinline__ unsigned floor_word(int with_relu, Half) { return with_relu ? 0u : 0xfc00fc00u; }
 __device__ __forceinline__ unsigned floor_word(int with_relu, BFloat16) { return with_relu ? 0u : 0xff80ff80u; }
+__device__ __forceinline__ unsigned floor_word(int with_relu, float) { return with_relu ? 0u : 0xff800000u; }
 
 template <typename Element>
 __device__ __forceinline__ unsigned finished_pair(float low, float high, unsigned floor) {
@@ -24,18 +27,38 @@ __device__ __forceinline__ void load_biases(float2 (&biases)[COUNT], const float
     }
 }
 
-// Finishes 16 × 16 outputs of a warp, two blocks of 8 columns: `words` has their residuals, if ADD, as load_matrices gives them,
-// and then the results, as store_matrices takes them.
+// The same for sums that finish_matrices ends, of elements of 4 bytes in its order.
+template <typename Element, int COUNT>
+__device__ __forceinline__ void load_biases_of_matrices(float2 (&biases)[COUNT], const float* bias, int k) {
+    if constexpr (sizeof(Element) == 2) {
+        load_biases(biases, bias, k);
+    } else {
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) {
+            const float* const first = bias + k + j * 8 + threadIdx.x % 4;
+            biases[j] = bias ? make_float2(first[0], first[4]) : make_float2(0.0f, 0.0f);
+        }
+    }
+}
+
+// Finishes the outputs of a warp in 16 rows of 32 bytes, one block of 8 columns or two: `words` has their residuals, if ADD, as
+// load_matrices gives them, and then the results, as store_matrices takes them.
 template <typename Element, bool ADD>
 __device__ __forceinline__ void finish_matrices(unsigned (&words)[4], const float* sums, const float2* biases, unsigned floor) {
 #pragma unroll
     for (int matrix = 0; matrix < 4; ++matrix) {
-        const float* const pair = sums + matrix / 2 * 4 + matrix % 2 * 2;
-        float low = pair[0] + biases[matrix / 2].x, high = pair[1] + biases[matrix / 2].y;
-        if (ADD) {
-            low += to_float(Element{static_cast<unsigned short>(words[matrix])});
-            high += to_float(Element{static_cast<unsigned short>(words[matrix] >> 16)});
+        if constexpr (sizeof(Element) == 4) {
+            float value = sums[matrix % 2 * 2 + matrix / 2] + (matrix / 2 ? biases->y : biases->x);
+            if (ADD) value += __uint_as_float(words[matrix]);
+            words[matrix] = __float_as_uint(relu_of(value, __uint_as_float(floor)));
+        } else {
+            const float* const pair = sums + matrix / 2 * 4 + matrix % 2 * 2;
+            float low = pair[0] + biases[matrix / 2].x, high = pair[1] + biases[matrix / 2].y;
+            if (ADD) {
+                low += to_float(Element{static_cast<unsigned short>(words[matrix])});
+                high += to_float(Element{static_cast<unsigned short>(words[matrix] >> 16)});
+            }
+            words[matrix] = finished_pair<Element>(low, high, floor);
         }
-        words[matrix] = finished_pair<Element>(low, high, floor);
     }
 }

@@ -14,7 +14,7 @@ from cupy_resnet.conv2d.back_to_back import (
 )
 from cupy_resnet.conv2d.variants import Filter
 from cupy_resnet.engines.cuda_engine import describe_device
-from gpu.reference import conv2d_float64, loaded, poisoned, stored
+from gpu.reference import conv2d_float64, loaded, poisoned, stored, to_tf32
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +56,8 @@ class Bottleneck:
 
         outputs = [self.x]
         for problem, weight, bias, relu in zip(self.problems, self.weights, self.biases, relus, strict=True):
-            y = conv2d_float64(problem, loaded(outputs[-1]), loaded(weight)) + bias
+            x = to_tf32(loaded(outputs[-1])) if problem.precision == "tf32" else loaded(outputs[-1])
+            y = conv2d_float64(problem, x, loaded(weight)) + bias
             y = y + loaded(self.residual) if problem is self.second else y
             outputs.append(stored(cupy.maximum(y, 0) if relu else y, problem.precision))
         return outputs[2:]
@@ -79,8 +80,13 @@ class Bottleneck:
         return [y, z]
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize(("K", "next_channels"), [(64, 64), (64, 128), (128, 128)])
+@pytest.mark.parametrize(
+    ("precision", "K", "next_channels"),
+    [
+        *((precision, *sizes) for precision in ("fp16", "bf16") for sizes in ((64, 64), (64, 128), (128, 128))),
+        ("tf32", 64, 64),
+    ],
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_is_exact_on_integers(shape: str, K: int, next_channels: int, precision: str) -> None:
     first, columns = SHAPES[shape]

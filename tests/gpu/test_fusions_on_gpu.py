@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("N", [2, 8])
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32"])
 @pytest.mark.parametrize("problem", [BASIC, SHORTCUT.second, *PAIRS], ids=str)
 def test_all_ways_agree_and_the_fastest_is_followed(
     problem: Problem, precision: str, N: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
