@@ -166,7 +166,7 @@ def launch_back_to_backs() -> None:
     import cupy
 
     device = describe_device(cupy.cuda.runtime.getDevice())
-    for precision in ("fp16", "bf16"):
+    for precision in ("fp16", "bf16", "tf32"):
         for K in (64, 128, 256):
             first = replace(WIDE, K=K, N=3, precision=precision)
             pair = Conv2dPair(first, 128)
