@@ -1,28 +1,31 @@
 // conv2d_wgmma_b2b: two convolutions back to back: what the first computes goes to the second in registers.
-// @solves a convolution, the one or two 1×1 behind it and a residual on the tensor cores of compute capability 9.0 (fp16, bf16,
-// TF32)
+// @solves a convolution, the one or two 1×1 behind it and a residual or shortcut on the tensor cores of compute capability 9.0
+// (fp16, bf16, TF32)
 // @arch sm_90a
 //
 // Equation   y = relu?(conv1×1(relu?(conv(x, first) + first_bias), second) + second_bias + residual): the end of a ResNet's
 //            bottleneck. Sums in fp32; between the two values are rounded to ELEMENT, as if they were stored.
+//            With SHORTCUT, instead of a residual, conv1×1(x0, shortcut_filter, its stride).
 //            With NEXT also z = relu?(conv1×1(y, next) + next_bias): the beginning of the next bottleneck.
-// GEMM view  per tile of TILE_M pixels: MIDDLE filters over a depth of R·S·C, then K filters over a depth of MIDDLE, then NEXT
-//            over a depth of K.
-// Layouts    x NHWC, first KRSC, second [K][MIDDLE], next [NEXT][K], residual and y NPQK, z with NEXT channels, all ELEMENT;
-//            biases in fp32. y may be the residual; z may be nothing else. In TF32 every 8 filters stand in the order 0 4 1 5 2
-//            6 3 7: see pair_epilogue.cuh; so do not biases.
+// GEMM view  per tile of TILE_M pixels: MIDDLE filters over a depth of R·S·C, then K filters over a depth of MIDDLE, and of
+//            SHORTCUT more, then NEXT over a depth of K.
+// Layouts    x and x0 NHWC, first KRSC, second [K][MIDDLE], shortcut_filter [K][SHORTCUT], next [NEXT][K], residual and y NPQK,
+//            z with NEXT channels, all ELEMENT; biases in fp32. y may be the residual; z may be nothing else. In TF32 every 8
+//            filters stand in the order 0 4 1 5 2 6 3 7: see pair_epilogue.cuh; so do not biases.
 // Grid       x: one block per multiprocessor, or fewer; tiles of pixels are taken in turn.
 //            Block 128 · (1 + TILE_M / 64) threads: a producer warpgroup, of which one thread works, and a consumer for each
 //            64 pixels of the tile.
-// Shared     PIXEL_STAGES · TILE_M · 128 + FILTER_STAGES · MIDDLE · 128 bytes, dynamic.
-// Requires   one group, C a multiple of 128 bytes, K of 128, MIDDLE of 64, 128 or 256; a residual. NEXT is MIDDLE, of 64 or
-//            128, or twice 64, in TF32 only 64: registers hold no more.
+// Shared     (PIXEL_STAGES + the shortcut's slices) · TILE_M · 128 + FILTER_STAGES · MIDDLE · 128 bytes, dynamic.
+// Requires   one group, C a multiple of 128 bytes, K of 128, MIDDLE of 64, 128 or 256; a residual, or SHORTCUT, a multiple of
+//            MIDDLE. NEXT is MIDDLE, of 64 or 128, or twice 64: registers hold no more. TILE_M is up to
+//            128 for 128 channels that have a NEXT behind them, and for 256.
 // This rung  against conv2d_wgmma twice: the map between the two is neither stored nor read. The sums of a product lie in
 //            registers just as the next product wants its pixels there, so that what is left of that map is a conversion.
 //            Two rings of stages run through both products and from tile to tile without a pause: pixels share theirs
 //            with the residual, and the first filter with the second, as a slice of one has the size of a slice of the other.
 //            The output takes the residual's place in its stage, and leaves it while the next columns are multiplied.
 //            With NEXT it is multiplied once more as it leaves, from registers: it is stored, but not read again.
+//            A shortcut is more depth of the second product. Its pixels stay while all columns are multiplied.
 #include "conv2d_params.cuh"
 #include "dependent_launch.cuh"
 #include "pair_epilogue.cuh"
@@ -33,25 +36,28 @@
 
 #ifndef TILE_M
 #define ELEMENT Half     // of input, filters, residual, output: Half, BFloat16, or float (TF32)
-#define TILE_M 128       // pixels per tile: 64 or 128
+#define TILE_M 128       // pixels per tile: 64, 128 or 192
 #define MIDDLE 256       // filters of the first convolution
 #define PIXEL_STAGES 6   // slices of the input, or of the residual and then the output, in shared memory
 #define FILTER_STAGES 4  // slices of any filter
 #define NEXT 0           // filters of the next convolution: MIDDLE, 2 · MIDDLE, or 0: there is none
+#define SHORTCUT 0       // channels of the shortcut's input; 0: there is a residual
 #endif
 
 constexpr int WARPGROUP = 128, CONSUMERS = TILE_M / 64, THREADS = WARPGROUP * (1 + CONSUMERS);
 constexpr int ROW_BYTES = 128, SLICE = ROW_BYTES / static_cast<int>(sizeof(ELEMENT));  // channels, or columns of the output
 constexpr int PIXEL_BYTES = TILE_M * ROW_BYTES, CONSUMER_BYTES = 64 * ROW_BYTES, FILTER_BYTES = MIDDLE * ROW_BYTES;
-constexpr int COLUMNS = 64, SLICES = COLUMNS / SLICE;  // of the output, multiplied at a time; stages that these take in a ring
+constexpr int COLUMNS = 64, SLICES = COLUMNS / SLICE;  // of the output, multiplied at a time; stages that they leave from
 constexpr int SECOND_BOX_BYTES = COLUMNS * ROW_BYTES;  // of the second filter: COLUMNS filters by SLICE of depth
 constexpr int SECOND_BOXES = MIDDLE / COLUMNS;         // in a stage
 constexpr int STEP = SLICE / 4, STEPS = 4;             // the depth of an instruction, and such in a slice
+constexpr int SECOND_STAGES = SLICES * (MIDDLE + SHORTCUT) / MIDDLE;  // that COLUMNS of the second filter take in a ring
 constexpr int PARTS = NEXT > MIDDLE ? NEXT / MIDDLE : 1;  // of the next filters: each has the size of a stage
 static_assert(TILE_M % 64 == 0 && MIDDLE % COLUMNS == 0, "whole instructions and boxes");
-static_assert(FILTER_STAGES >= 2 * SLICES, "the second filter's stages that are under way at once");
+static_assert(FILTER_STAGES >= SECOND_STAGES + (NEXT ? PARTS * SLICES : SECOND_STAGES), "what is under way at once");
 static_assert(PIXEL_STAGES > SLICES, "the residual of COLUMNS beside the stage that is stored from");
-static_assert(!NEXT || (NEXT == PARTS * MIDDLE && FILTER_STAGES > PARTS * SLICES), "parts, and what is under way at once");
+static_assert(SHORTCUT % MIDDLE == 0, "whole stages");
+static_assert(!NEXT || NEXT == PARTS * MIDDLE, "parts");
 
 WARPGROUP_MMA_FROM_REGISTERS(64, 32)
 WARPGROUP_MMA_FROM_REGISTERS(128, 64)
@@ -73,6 +79,7 @@ __device__ __forceinline__ void to_operand(unsigned long long (&operand)[2], con
 struct Barriers {
     Ring<PIXEL_STAGES> pixels;
     Ring<FILTER_STAGES> filters;
+    Ring<1> shortcut;  // all its pixels of a tile
 };
 
 #include "back_to_back_producer.cuh"
@@ -86,6 +93,7 @@ struct Consumer {
     const bool elected;
     Place pixel;
     Place filter;
+    Place shortcut;
     int oldest;  // of the filter stages that are not yet given back
     int stored;  // the stage that the accelerator may still be storing from; negative: none. The elected thread knows
 
@@ -95,6 +103,11 @@ struct Consumer {
     __device__ __forceinline__ unsigned corner(int stage) const {
         const int lane = threadIdx.x % 32, row = threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
         return rows(stage) + row * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
+    }
+    // Gives back the shortcut's pixels, of which all has been read.
+    __device__ __forceinline__ void release_shortcut() {
+        if (elected) release(barriers.shortcut, 0);
+        shortcut.next(1);
     }
     // Gives back the oldest of the stages: they are read in the order of the ring.
     __device__ __forceinline__ void release_filter() {
@@ -164,23 +177,32 @@ struct Consumer {
         }
     }
 
-    // Begins the products of all MIDDLE channels with COLUMNS filters of the second convolution.
+    // Begins the products of all MIDDLE channels, and the shortcut's, with COLUMNS filters of the second convolution.
     __device__ __forceinline__ void begin_second(float (&sums)[COLUMNS / 2],
                                                  const unsigned long long (&middle)[MIDDLE / STEP][2]) {
         constexpr int IN_STAGE = MIDDLE / STEP / SLICES;
-        unsigned long long b[SLICES];
+        unsigned long long b[SECOND_STAGES];
         next_filters(b);
+        const unsigned long long a = operand(work.shortcut + number * CONSUMER_BYTES);
         warpgroup_fence();
 #pragma unroll
-        for (int step = 0; step < MIDDLE / STEP; ++step) {
+        for (int step = 0; step < (MIDDLE + SHORTCUT) / STEP; ++step) {
             const int at = step % IN_STAGE, offset = at / STEPS * SECOND_BOX_BYTES + at % STEPS * 32;
-            warpgroup_mma<ELEMENT, COLUMNS>(sums, middle[step], b[step / IN_STAGE] + offset / 16, step > 0);
+            const unsigned long long filters = b[step / IN_STAGE] + offset / 16;
+            if (step < MIDDLE / STEP) {
+                warpgroup_mma<ELEMENT, COLUMNS>(sums, middle[step], filters, step > 0);
+            } else {
+                const int of_shortcut = step - MIDDLE / STEP;
+                const int pixels = of_shortcut / STEPS * PIXEL_BYTES + of_shortcut % STEPS * 32;
+                warpgroup_mma<ELEMENT, COLUMNS>(sums, a + pixels / 16, filters, true);
+            }
         }
         warpgroup_commit();
     }
 
-    // Finishes columns k … k + COLUMNS − 1 of the output: bias, residual, ReLU. The results take the residual's place and begin
-    // to be stored; `finished` has them as well, as what instructions take of COLUMNS channels.
+    // Finishes columns k … k + COLUMNS − 1 of the output: bias, residual, ReLU. The results take the residual's place, or one
+    // that the producer leaves empty, and begin to be stored; `finished` has them as well, as what instructions take of COLUMNS
+    // channels.
     __device__ __forceinline__ void finish_second(const float (&sums)[COLUMNS / 2], const float2 (&biases)[COLUMNS / 8],
                                                   unsigned long long (&finished)[COLUMNS / STEP][2], int k, int m0,
                                                   unsigned floor) {
@@ -189,12 +211,14 @@ struct Consumer {
             const unsigned place = corner(pixel.stage);
             wait_until_full(barriers.pixels, pixel);
             unsigned words[STEPS][4];
+            if constexpr (SHORTCUT == 0) {
 #pragma unroll
-            for (int j = 0; j < STEPS; ++j) load_matrices(words[j], place ^ j * 32);
+                for (int j = 0; j < STEPS; ++j) load_matrices(words[j], place ^ j * 32);
+            }
 #pragma unroll
             for (int j = 0; j < STEPS; ++j) {
                 const int step = slice * STEPS + j;
-                finish_matrices<ELEMENT, true>(words[j], &sums[step * STEP / 2], &biases[step * STEP / 8], floor);
+                finish_matrices<ELEMENT, SHORTCUT == 0>(words[j], &sums[step * STEP / 2], &biases[step * STEP / 8], floor);
                 store_matrices(place ^ j * 32, words[j]);
                 to_operand(finished[step], words[j]);
             }
@@ -210,7 +234,7 @@ struct Consumer {
         warpgroup_wait<PENDING>();
         warpgroup_results(sums);
 #pragma unroll
-        for (int slice = 0; slice < SLICES; ++slice) release_filter();
+        for (int stage = 0; stage < SECOND_STAGES; ++stage) release_filter();
         unsigned long long finished[COLUMNS / STEP][2];
         finish_second(sums, biases, finished, k, m0, floor);
     }
@@ -244,6 +268,16 @@ struct Consumer {
         } while (elected && !work.resident && oldest != filter.stage);
     }
 
+    // Waits for all products, and finishes COLUMNS of the second's.
+    __device__ __forceinline__ void finish_products(float (&sums)[COLUMNS / 2], unsigned long long (&finished)[COLUMNS / STEP][2],
+                                                    int k, int m0, const float* bias, unsigned floor) {
+        float2 biases[COLUMNS / 8];
+        load_biases_of_matrices<ELEMENT>(biases, bias, k);
+        wait_for_products();
+        warpgroup_results(sums);
+        finish_second(sums, biases, finished, k, m0, floor);
+    }
+
     // Finishes the next convolution's results, when all has been waited for: bias and ReLU. They begin to be stored by way of
     // stages that the producer leaves empty for them.
     __device__ __forceinline__ void end_next(float (&sums)[PARTS][MIDDLE / 2], int m0, const float* bias, unsigned floor) {
@@ -266,42 +300,23 @@ struct Consumer {
         }
     }
 
-    // One step of multiply_both: the next columns, and what was finished last, begin to be multiplied; then `sums` are ended.
-    template <bool BEHIND, bool AHEAD>
-    __device__ __forceinline__ void step(float (&sums)[COLUMNS / 2], float (&sums_ahead)[COLUMNS / 2],
-                                         float (&next)[PARTS][MIDDLE / 2],
-                                         unsigned long long (&finished_before)[COLUMNS / STEP][2],
-                                         unsigned long long (&finished)[COLUMNS / STEP][2],
-                                         const unsigned long long (&middle)[MIDDLE / STEP][2], int k, int m0, const float* bias,
-                                         unsigned floor) {
-        wait_for_products();
-        warpgroup_results(sums);
-        if (BEHIND) begin_next(next, finished_before);
-        if (AHEAD) begin_second(sums_ahead, middle);
-        float2 biases[COLUMNS / 8];
-        load_biases_of_matrices<ELEMENT>(biases, bias, k);
-        finish_second(sums, biases, finished, k, m0, floor);
-    }
-
-    // Both products behind the first. While columns are finished the next ones are multiplied, and those finished last with the
-    // next convolution's filters: of everything there are two.
+    // Both products behind the first. While columns are multiplied, those finished last are, with the next convolution's
+    // filters; while they are finished the other consumers multiply.
     __device__ __forceinline__ void multiply_both(const unsigned long long (&middle)[MIDDLE / STEP][2], int columns, int m0,
                                                   const float* second_bias, unsigned second_floor, const float* next_bias,
                                                   unsigned next_floor) {
-        float even[COLUMNS / 2], odd[COLUMNS / 2], next[PARTS][MIDDLE / 2] = {};
-        unsigned long long finished_even[COLUMNS / STEP][2], finished_odd[COLUMNS / STEP][2];
+        float sums[COLUMNS / 2], next[PARTS][MIDDLE / 2] = {};
+        unsigned long long finished[COLUMNS / STEP][2];
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) warpgroup_results(next[part]);
-        begin_second(even, middle);
-        step<false, true>(even, odd, next, finished_odd, finished_even, middle, 0, m0, second_bias, second_floor);
-        for (int k = 2 * COLUMNS; k < columns; k += 2 * COLUMNS) {
-            step<true, true>(odd, even, next, finished_even, finished_odd, middle, k - COLUMNS, m0, second_bias, second_floor);
-            step<true, true>(even, odd, next, finished_odd, finished_even, middle, k, m0, second_bias, second_floor);
+        begin_second(sums, middle);
+        finish_products(sums, finished, 0, m0, second_bias, second_floor);
+        for (int k = COLUMNS; k < columns; k += COLUMNS) {
+            begin_second(sums, middle);
+            begin_next(next, finished);
+            finish_products(sums, finished, k, m0, second_bias, second_floor);
         }
-        step<true, false>(odd, even, next, finished_even, finished_odd, middle, columns - COLUMNS, m0, second_bias,
-                          second_floor);
-        wait_for_products();
-        begin_next(next, finished_odd);
+        begin_next(next, finished);
         wait_for_products();
         end_next(next, m0, next_bias, next_floor);
     }
@@ -323,32 +338,36 @@ __device__ __forceinline__ void round_middle(unsigned long long (&middle)[MIDDLE
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     conv2d_wgmma_b2b(const __grid_constant__ TensorMap pixels, const __grid_constant__ TensorMap first_filters,
-                     const __grid_constant__ TensorMap second_filters, const __grid_constant__ TensorMap residuals,
-                     const __grid_constant__ TensorMap outputs, const __grid_constant__ TensorMap next_filters,
-                     const __grid_constant__ TensorMap next_outputs, const float* __restrict__ first_bias,
-                     const float* __restrict__ second_bias, const float* __restrict__ next_bias, const Conv2dParams first,
-                     const Conv2dParams second, const int next_relu) {
+                     const __grid_constant__ TensorMap second_filters, const __grid_constant__ TensorMap added,
+                     const __grid_constant__ TensorMap shortcut_filters, const __grid_constant__ TensorMap outputs,
+                     const __grid_constant__ TensorMap next_filters, const __grid_constant__ TensorMap next_outputs,
+                     const float* __restrict__ first_bias, const float* __restrict__ second_bias,
+                     const float* __restrict__ next_bias, const Conv2dParams first, const Conv2dParams second,
+                     const int next_relu) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ Barriers barriers;
     const int warpgroup = this_warpgroup();
     if (threadIdx.x == 0) {
         init(barriers.pixels, CONSUMERS);
         init(barriers.filters, CONSUMERS);
+        init(barriers.shortcut, CONSUMERS);
         barrier_init_done();
     }
     __syncthreads();
-    const Maps maps{pixels, first_filters, second_filters, residuals, outputs, next_filters, next_outputs};
+    const Maps maps{pixels, first_filters, second_filters, added, shortcut_filters, outputs, next_filters, next_outputs};
     const Work work(first, second, shared_address(shared));
 
     let_next_kernel_start();
     wait_for_earlier_kernels();
     if (warpgroup == 0) {
         if (CONSUMERS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (CONSUMERS == 3) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (threadIdx.x == 0) produce(maps, barriers, work, first, second);
         return;
     }
     if (CONSUMERS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    Consumer consumer{maps, barriers, work, warpgroup - 1, threadIdx.x % WARPGROUP == 0, {0, 0}, {0, 0}, 0, -1};
+    if (CONSUMERS == 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+    Consumer consumer{maps, barriers, work, warpgroup - 1, threadIdx.x % WARPGROUP == 0, {0, 0}, {0, 0}, {0, 0}, 0, -1};
     const unsigned first_floor = floor_word(first.relu, ELEMENT{}), second_floor = floor_word(second.relu, ELEMENT{});
     const unsigned next_floor = floor_word(next_relu, ELEMENT{});
     for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
@@ -359,6 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             consumer.multiply_first(sums);
             round_middle(middle, sums, first_bias, first_floor);
         }
+        if constexpr (SHORTCUT > 0) wait_until_full(barriers.shortcut, consumer.shortcut);
         if constexpr (NEXT > 0) {
             consumer.multiply_both(middle, second.K, tile * TILE_M, second_bias, second_floor, next_bias, next_floor);
         } else {
@@ -371,6 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 consumer.end_second<0>(odd, k + COLUMNS, tile * TILE_M, second_bias, second_floor);
             }
         }
+        if constexpr (SHORTCUT > 0) consumer.release_shortcut();
     }
     if (consumer.elected) store_wait<0>();  // shared memory ends with the block
 }

@@ -38,6 +38,9 @@ def host_source() -> HostSource:
     return HostSource("\n".join([HOST, params, place()]), text, "conv2d_wgmma_b2b", f"{im2col}\n{MAIN}")
 
 
+FILTERS = {"first", "second", "next", "shortcut"}
+
+
 def run(
     program: Program,
     first: Conv2dProblem,
@@ -56,17 +59,20 @@ def run(
         program: from `wgmma_host.build`.
         first, second: the convolutions.
         arrays: x, first, second, first_bias, second_bias, residual, and where there is a third convolution next, its
-            filters, and next_bias; float32.
+            filters, and next_bias; where there is a shortcut instead of the residual x0, its input, and shortcut, its
+            filters; float32.
         seed: of the order.
         grid: blocks.
         biases: whether there are any.
         in_place: whether the output lies in the residual's place.
         relus: of the first, the second, and where there is one the third.
     """
-    names = ("x", "first", "second", "first_bias", "second_bias", "residual", "next", "next_bias")
-    params = (conv2d_params(problem, relu).tobytes() for problem, relu in zip((first, second), relus[:2], strict=True))
+    names = ("x", "first", "second", "first_bias", "second_bias", "residual", "next", "next_bias", "x0", "shortcut")
+    shortcut = second.shortcut_alone(arrays["x0"].shape) if "x0" in arrays else second
+    problems = zip((first, second, shortcut), (*relus[:2], False), strict=True)
+    params = (conv2d_params(problem, relu).tobytes() for problem, relu in problems)
     if first.precision == "tf32":
-        arrays = arrays | {name: interleaved(arrays[name]) for name in ("first", "second", "next") if name in arrays}
+        arrays = arrays | {name: interleaved(arrays[name]) for name in FILTERS & arrays.keys()}
     tensors = (np.ascontiguousarray(arrays[name], np.float32).tobytes() for name in names if name in arrays)
     head = np.array([seed, grid, biases, in_place, relus[-1]], np.int32)
     given = head.tobytes() + b"".join([*params, *tensors])

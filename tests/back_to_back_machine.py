@@ -33,7 +33,7 @@ struct BFloat16 { unsigned short bits; };
 constexpr int SIZE = sizeof(ELEMENT), PER_ROW = 128 / SIZE, DEPTH = 32 / SIZE;  // elements of a row, of an instruction
 using Word = std::conditional_t<SIZE == 4, unsigned, unsigned short>;
 constexpr Word NOTHING = SIZE == 4 ? 0x7fffffff : 0x7fff;  // a NaN
-enum { PIXELS, FIRST, SECOND, RESIDUALS, OUTPUTS, NEXT_FILTERS, NEXT_OUTPUTS };
+enum { PIXELS, FIRST, SECOND, ADDED, SHORTCUT_FILTERS, OUTPUTS, NEXT_FILTERS, NEXT_OUTPUTS };
 unsigned char shared[227 << 10] __align__(1024);
 
 struct Barrier { int count, pending, phase; long bytes; };
@@ -227,9 +227,10 @@ void store_wait() {
 )
 
 MAIN = r"""
-Conv2dParams first, second;
+Conv2dParams first, second, shortcut_alone;
 int with_biases, in_place, next_relu;
-std::vector<float> x, first_filter, second_filter, next_filter, first_bias, second_bias, next_bias, residual, y, z;
+std::vector<float> x, x0, first_filter, second_filter, shortcut_filter, next_filter, first_bias, second_bias, next_bias;
+std::vector<float> residual, y, z;
 
 void fetch(unsigned place, std::vector<float> rows, unsigned barrier) {
     if (place % 1024) fail("a swizzle begins here");
@@ -237,9 +238,10 @@ void fetch(unsigned place, std::vector<float> rows, unsigned barrier) {
     fetches.push_back({place, std::move(rows), barrier});
 }
 void fetch_im2col(unsigned place, const TensorMap& map, unsigned barrier, int c, int w, int h, int n, int s, int r) {
-    if (map.id != PIXELS) fail("these are no pixels");
+    const bool of_shortcut = SHORTCUT > 0 && map.id == ADDED;
+    if (map.id != PIXELS && !of_shortcut) fail("these are no pixels");
     if (!self().waited) fail("earlier kernels may not have written the pixels");
-    fetch(place, im2col_rows(first, x, TILE_M, c, w, h, n, s, r), barrier);
+    fetch(place, im2col_rows(of_shortcut ? shortcut_alone : first, of_shortcut ? x0 : x, TILE_M, c, w, h, n, s, r), barrier);
 }
 void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int column, int row) {
     const auto box_of = [&](const std::vector<float>& matrix, int count, int end, int columns) {
@@ -247,8 +249,9 @@ void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int colum
     };
     if (map.id == FIRST) return box_of(first_filter, MIDDLE, first.K, first.gemm_k);
     if (map.id == SECOND) return box_of(second_filter, 64, second.K, MIDDLE);
+    if (map.id == SHORTCUT_FILTERS) return box_of(shortcut_filter, 64, second.K, SHORTCUT);
     if (map.id == NEXT_FILTERS) return box_of(next_filter, MIDDLE, NEXT, second.K);
-    if (map.id != RESIDUALS || !self().waited) fail("earlier kernels may not have written the residual");
+    if (map.id != ADDED || SHORTCUT > 0 || !self().waited) fail("earlier kernels may not have written the residual");
     box_of(in_place ? y : residual, TILE_M, second.gemm_m, second.K);
 }
 void store_box(const TensorMap& map, unsigned place, int column, int row) {
@@ -269,7 +272,7 @@ void store(const Store& box) {
     ++routines[box.thread].stored;
 }
 void run() {
-    KERNEL({PIXELS}, {FIRST}, {SECOND}, {RESIDUALS}, {OUTPUTS}, {NEXT_FILTERS}, {NEXT_OUTPUTS},
+    KERNEL({PIXELS}, {FIRST}, {SECOND}, {ADDED}, {SHORTCUT_FILTERS}, {OUTPUTS}, {NEXT_FILTERS}, {NEXT_OUTPUTS},
            with_biases ? first_bias.data() : nullptr, with_biases ? second_bias.data() : nullptr,
            with_biases ? next_bias.data() : nullptr, first, second, next_relu);
     self().ended = true;
@@ -347,12 +350,15 @@ int main(int, char** arguments) {
     int head[5];
     if (fread(head, 4, 5, stdin) != 5 || fread(&first, sizeof first, 1, stdin) != 1) return 2;
     if (fread(&second, sizeof second, 1, stdin) != 1) return 2;
+    if (fread(&shortcut_alone, sizeof shortcut_alone, 1, stdin) != 1) return 2;
     draw.seed(head[0]), gridDim.x = head[1], with_biases = head[2], in_place = head[3], next_relu = head[4];
     const long outputs = long(second.gemm_m) * second.K;
     read(x, long(first.N) * first.H * first.W * first.C), read(first_filter, long(first.K) * first.gemm_k);
     read(second_filter, long(second.K) * MIDDLE);
     read(first_bias, first.K), read(second_bias, second.K), read(residual, outputs);
     read(next_filter, long(NEXT) * second.K), read(next_bias, NEXT);
+    if (SHORTCUT > 0) read(x0, long(first.N) * shortcut_alone.H * shortcut_alone.W * SHORTCUT);
+    read(shortcut_filter, long(second.K) * SHORTCUT);
     y = residual, z.assign(long(second.gemm_m) * NEXT, NAN);
     if (!in_place) for (float& value : y) value = NAN;
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) block();

@@ -31,7 +31,7 @@ SHAPES = {
 FORMS = {
     f"{'TF32 ' * (config.precision == 'tf32')}{config.tile_m}x{config.mid_channels}": config.defines()
     for config in configurations()
-    if config.precision != "fp16" and not config.next_channels
+    if config.precision != "fp16" and not config.next_channels and not config.shortcut_channels
 }
 FORMS["few_stages"] = {**FORMS["128x64"], "PIXEL_STAGES": 2, "FILTER_STAGES": 2}
 FORMS["few_filters"] = {**FORMS["128x64"], "PIXEL_STAGES": 5, "FILTER_STAGES": 3}
@@ -136,8 +136,8 @@ FULL_FILTERS = "wait_until_full(barriers.filters, filter);\n"
 MISTAKES = {
     "the input is not waited for": (f"{FULL_PIXELS}            const", "            const"),
     "the first filter is not waited for": (f"{FULL_FILTERS}            wait", "            wait"),
-    "the second filter is not waited for": (f"{FULL_FILTERS}            b[i]", "            b[i]"),
-    "the residual is not waited for": (f"{FULL_PIXELS}            unsigned", "            unsigned"),
+    "the second filter is not waited for": (f"{FULL_FILTERS}                b[i]", "                b[i]"),
+    "the residual is not waited for": (f"{FULL_PIXELS}            unsigned words[STEPS]", "            unsigned words[STEPS]"),
     "the sums are not waited for": ("warpgroup_wait<PENDING>();", "warpgroup_wait<PENDING + 1>();"),
     "a slice is given back before it has been read": ("warpgroup_wait<1>();", "warpgroup_wait<2>();"),
     "one consumer gives back for both": ("&ring.empty[stage]), readers);", "&ring.empty[stage]), 1);"),
@@ -158,14 +158,14 @@ MISTAKES = {
     "the wrong slice of the second filter": ("at / STEPS * SECOND_BOX_BYTES", "0 * SECOND_BOX_BYTES"),
     "the other consumer's rows are stored": ("k, m0 + number * 64);", "k, m0);"),
     "resident filters are fetched again": ("!work.resident || tile == blockIdx.x", "true"),
-    "resident filters are looked for further on": ("if (work.resident) consumer.filter = {0, 0};", ""),
+    "resident filters are looked for further on": ("if (work.resident) filter = {0, 0};", ""),
     "the first's ReLU is the second's": ("first_bias, first_floor", "first_bias, second_floor"),
     "TF32: what is between two is not rounded": ("low = round_to_tf32(low), high = round_to_tf32(high);", ";"),
     "TF32: one stage for both slices": ("b[step / IN_STAGE] + offset", "b[0] + offset"),
-    "TF32: only one stage is given back": ("slice < SLICES; ++slice) release", "slice < 1; ++slice) release"),
+    "TF32: only one stage is given back": ("stage < SECOND_STAGES; ++stage) release", "stage < 1; ++stage) release"),
     "TF32: the second slice takes the first one's place": ("maps.outputs, k + slice * SLICE,", "maps.outputs, k,"),
-    "TF32: the first residual comes twice": ("maps.residuals, full, k + slice * SLICE,", "maps.residuals, full, k,"),
-    "TF32: the second filter's first depth comes twice": ("full, depth + i * SLICE, k);", "full, i * SLICE, k);"),
+    "TF32: the first residual comes twice": ("maps.added, full, k + slice * SLICE,", "maps.added, full, k,"),
+    "TF32: the second filter's first depth comes twice": ("(second ? depth : depth - MIDDLE) + i", "0 * depth + i"),
     "TF32: sums of neighbours": ("sums[matrix % 2 * 2 + matrix / 2]", "sums[matrix]"),
     "TF32: biases of neighbours": ("make_float2(first[0], first[4])", "make_float2(first[0], first[1])"),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""conv2d_wgmma_b2b: a convolution and the 1×1 convolution behind it, with a residual, in one launch.
+"""conv2d_wgmma_b2b: a convolution and the 1×1 convolution behind it, with a residual or a shortcut, in one launch.
 
 It ends a ResNet's bottleneck: the map between the two, and what it costs to store and to read it, is spared. The launch
 computes what the two convolutions compute one after the other, each sum in the same order up to the tensor cores' own.
@@ -96,8 +96,6 @@ def supports_back_to_back(pair: Conv2dPair, device: Device) -> Support:
     supported, why_not = _FIRST.supports(first, device)
     if not supported:
         return False, why_not
-    if pair.shortcut_channels:
-        return False, "adds a residual, not a shortcut"
     for part in pair.parts[1:]:
         exceeded = part.limit_exceeded()
         if exceeded is not None:
@@ -109,6 +107,13 @@ def supports_back_to_back(pair: Conv2dPair, device: Device) -> Support:
             f"needs {_alternatives(mid_channels)} channels between the two and a multiple of {wanted} behind them, not "
             f"{first.K} and {second.K}"
         )
+    forms = [config for config in forms if config.shortcut_channels == pair.shortcut_channels]
+    if first.K not in {config.mid_channels for config in forms}:
+        return False, f"adds no shortcut of {pair.shortcut_channels} channels behind {first.K}"
+    if pair.shortcut_channels:
+        supported, why_not = _FIRST.supports(second, device)
+        if not supported:
+            return False, why_not
     going_on = {(config.mid_channels, config.next_channels) for config in forms if config.next_channels}
     if pair.following and (first.K, pair.following) not in going_on:
         known = sorted(filters for channels, filters in going_on if channels == first.K)
@@ -131,8 +136,12 @@ def back_to_back_candidates(pair: Conv2dPair, device: Device) -> Sequence[BackTo
     """Returns the configurations that compute `pair` on `device`; none where the kernel does not support it."""
     if not supports_back_to_back(pair, device)[0]:
         return ()
-    wanted = pair.precision, pair.first.K, pair.following
-    return [c for c in configs.BACK_TO_BACK if (c.precision, c.mid_channels, c.next_channels) == wanted]
+    wanted = pair.precision, pair.first.K, pair.following, pair.shortcut_channels
+    return [
+        config
+        for config in configs.BACK_TO_BACK
+        if (config.precision, config.mid_channels, config.next_channels, config.shortcut_channels) == wanted
+    ]
 
 
 def launch_back_to_back(pair: Conv2dPair, operands: BackToBackOperands, config: BackToBackConfig) -> None:
@@ -146,6 +155,19 @@ def launch_back_to_back(pair: Conv2dPair, operands: BackToBackOperands, config: 
     first, second, third = pair.first, pair.second, pair.third
     kernel = jit.get_function(name, defines=config.defines())
     first_filter, second_filter = (in_order(filter, pair.precision) for filter in operands.filters)
+    if operands.shortcut is None:
+        added_maps = (
+            tensor_maps.matrix_map(second, operands.residual, second.K, config.tile_m, factor=False),
+            tensor_maps.NONE,
+        )
+    else:
+        shortcut = second.shortcut_alone(operands.shortcut.x.shape)
+        added_maps = (
+            tensor_maps.im2col_map(shortcut, operands.shortcut.x, config.tile_m),
+            tensor_maps.matrix_map(
+                shortcut, in_order(operands.shortcut.filter, pair.precision), shortcut.C, config.SECOND
+            ),
+        )
     next_maps, next_bias, next_relu = (tensor_maps.NONE, tensor_maps.NONE), None, False
     if third is not None:
         assert operands.following is not None, "what follows has operands"
@@ -158,7 +180,7 @@ def launch_back_to_back(pair: Conv2dPair, operands: BackToBackOperands, config: 
         tensor_maps.im2col_map(first, operands.x, config.tile_m),
         tensor_maps.matrix_map(first, first_filter, first.gemm_k, config.mid_channels),
         tensor_maps.matrix_map(second, second_filter, second.gemm_k, config.SECOND),
-        tensor_maps.matrix_map(second, operands.residual, second.K, config.tile_m, factor=False),
+        *added_maps,
         tensor_maps.matrix_map(second, operands.y, second.K, config.tile_m // config.consumers, factor=False),
         *next_maps,
         *(NULL if bias is None else bias for bias in (*operands.biases, next_bias)),

@@ -4,31 +4,36 @@
 #pragma once
 
 struct Maps {
-    const TensorMap &pixels, &first, &second, &residuals, &outputs, &next, &next_outputs;
+    const TensorMap &pixels, &first, &second;
+    const TensorMap& added;  // the residual, or the shortcut's pixels
+    const TensorMap &shortcut, &outputs, &next, &next_outputs;
 };
 
 // What both sides know of the block's work.
 struct Work {
     int tiles, slices;   // of the output; of the first product's depth
     bool resident;       // all filters have room as a whole: they are fetched once
-    unsigned pixels, filters;  // where the stages begin
+    unsigned pixels, filters, shortcut;  // where the stages, and the shortcut's pixels, begin
 
     __device__ __forceinline__ Work(const Conv2dParams& first, const Conv2dParams& second, unsigned shared)
         : tiles((first.gemm_m + TILE_M - 1) / TILE_M),
           slices(first.R * first.S * (first.C / SLICE)),
-          resident(slices + second.K / SLICE * (NEXT ? 1 + PARTS : 1) <= FILTER_STAGES),
+          resident(slices + second.K / COLUMNS * (SECOND_STAGES + (NEXT ? PARTS * SLICES : 0)) <= FILTER_STAGES),
           pixels(shared),
-          filters(shared + PIXEL_STAGES * PIXEL_BYTES) {}
+          filters(pixels + PIXEL_STAGES * PIXEL_BYTES),
+          shortcut(filters + FILTER_STAGES * FILTER_BYTES) {}
     __device__ __forceinline__ unsigned pixel_stage(int stage) const { return pixels + stage * PIXEL_BYTES; }
     __device__ __forceinline__ unsigned filter_stage(int stage) const { return filters + stage * FILTER_BYTES; }
 };
 
-// Asks for COLUMNS of the second filter, SLICE of whose depth are a box.
+// Asks for COLUMNS of the second filter and of the shortcut's, SLICE of whose depth are a box.
 __device__ __forceinline__ void fetch_second(const Maps& maps, Barriers& barriers, const Work& work, Place& filter, int k) {
-    for (int depth = 0; depth < MIDDLE; depth += SECOND_BOXES * SLICE) {
+    for (int depth = 0; depth < MIDDLE + SHORTCUT; depth += SECOND_BOXES * SLICE) {
         const unsigned full = claim(barriers.filters, filter, FILTER_BYTES);
+        const bool second = depth < MIDDLE;
         for (int i = 0; i < SECOND_BOXES; ++i) {
-            fetch_box(work.filter_stage(filter.stage) + i * SECOND_BOX_BYTES, maps.second, full, depth + i * SLICE, k);
+            fetch_box(work.filter_stage(filter.stage) + i * SECOND_BOX_BYTES, second ? maps.second : maps.shortcut, full,
+                      (second ? depth : depth - MIDDLE) + i * SLICE, k);
         }
         filter.next(FILTER_STAGES);
     }
@@ -50,6 +55,7 @@ __device__ __forceinline__ void produce(const Maps& maps, Barriers& barriers, co
                                         const Conv2dParams& second) {
     Place pixel{0, 1};  // the phase before the first counts as complete: all stages are free
     Place filter{0, 1};
+    Place shortcut{0, 1};
     for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
         const bool with_filters = !work.resident || tile == blockIdx.x;
         const int m0 = tile * TILE_M;
@@ -71,17 +77,25 @@ __device__ __forceinline__ void produce(const Maps& maps, Barriers& barriers, co
                 }
             }
         }
+        if constexpr (SHORTCUT > 0) {
+            const unsigned full = claim(barriers.shortcut, shortcut, SHORTCUT / SLICE * PIXEL_BYTES);
+            for (int i = 0; i < SHORTCUT / SLICE; ++i) {
+                fetch_im2col(work.shortcut + i * PIXEL_BYTES, maps.added, full, i * SLICE, begin.q * second.shortcut_stride,
+                             begin.p * second.shortcut_stride, begin.n, 0, 0);
+            }
+            shortcut.next(1);
+        }
         for (int k = 0; k < second.K; k += COLUMNS) {
             if (with_filters) fetch_second(maps, barriers, work, filter, k);
-            for (int slice = 0; slice < SLICES; ++slice) {
-                const unsigned full = claim(barriers.pixels, pixel, PIXEL_BYTES);
-                fetch_box(work.pixel_stage(pixel.stage), maps.residuals, full, k + slice * SLICE, m0);
+            for (int slice = 0; slice < SLICES; ++slice) {  // without a residual nothing comes into what results leave from
+                const unsigned full = claim(barriers.pixels, pixel, SHORTCUT ? 0 : PIXEL_BYTES);
+                if (!SHORTCUT) fetch_box(work.pixel_stage(pixel.stage), maps.added, full, k + slice * SLICE, m0);
                 pixel.next(PIXEL_STAGES);
             }
             if (NEXT && with_filters && k > 0) fetch_next(maps, barriers, work, filter, k - COLUMNS);
         }
         if (NEXT && with_filters) fetch_next(maps, barriers, work, filter, second.K - COLUMNS);
-        for (int k = 0; k < NEXT; k += SLICE) {  // nothing comes into the stages that its results leave from
+        for (int k = 0; k < NEXT; k += SLICE) {  // nor into these
             claim(barriers.pixels, pixel, 0);
             pixel.next(PIXEL_STAGES);
         }

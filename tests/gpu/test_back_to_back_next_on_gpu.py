@@ -83,8 +83,9 @@ class Bottleneck:
 @pytest.mark.parametrize(
     ("precision", "K", "next_channels"),
     [
-        *((precision, *sizes) for precision in ("fp16", "bf16") for sizes in ((64, 64), (64, 128), (128, 128))),
-        ("tf32", 64, 64),
+        (precision, *sizes)
+        for precision in ("fp16", "bf16", "tf32")
+        for sizes in ((64, 64), (64, 128), (128, 128))
     ],
 )
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,0 +1,162 @@
+"""What conv2d_wgmma_b2b computes with a shortcut instead of a residual: its own text, run on the host in many orders
+(see `back_to_back_host`)."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from back_to_back_host import host_source, run
+from helpers import ConvCase, torch_conv2d
+from test_back_to_back_run import PLAIN, convolution, drawn, in_precision_of, to_bfloat16, to_tf32
+from wgmma_host import COMPILER, Program, build, wrong_programs
+
+from cupy_resnet.conv2d import Conv2dPair, Conv2dProblem
+from cupy_resnet.conv2d.back_to_back import configurations
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+FORMS: dict[str, dict[str, Any]] = {
+    f"{config}": config.defines()
+    for config in configurations()
+    if config.precision != "fp16" and config.shortcut_channels
+}
+HELD, HELD_NEXT, RING = (FORMS[name] for name in (
+    "128×64, 5 and 8 stages, 8 held", "128×64 and 64, 4 and 6 stages, 12 held", "64×128 and 128, 6 and 9 stages"
+))  # fmt: skip
+FORMS["few stages"] = {**HELD_NEXT, "PIXEL_STAGES": 2, "FILTER_STAGES": 2}
+FORMS["the first filter stays, too"] = {**HELD_NEXT, "PIXEL_STAGES": 2, "FILTER_STAGES": 9}
+FORMS["few stages, none held"] = {**RING, "PIXEL_STAGES": 2, "FILTER_STAGES": 6}
+FORMS["TF32"] = {**HELD, "ELEMENT": "float", "PIXEL_STAGES": 3, "FILTER_STAGES": 8, "HELD": 0}
+FORMS["TF32, next"] = {**FORMS["TF32"], "NEXT": 64}
+FORMS["TF32, held"] = {**FORMS["TF32"], "TILE_M": 64, "FILTER_STAGES": 2, "HELD": 16}
+
+SHAPES = {  # the first, filters of the second where a form holds none, step of the shortcut
+    "3×3": (PLAIN, 256, 1),
+    "of all second pixels": (replace(PLAIN, H=10, stride_h=2, stride_w=2), 128, 2),
+    "one slice, many tiles": (replace(PLAIN, R=1, S=1, pad_h=0, pad_w=0, N=9), 384, 1),
+    "of all third pixels": (replace(PLAIN, stride_h=2, stride_w=3, N=11), 128, 3),
+    "full tiles": (replace(PLAIN, N=2, H=8, W=16), 128, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
+    """Compiles a form when it is first asked for: each of several processes has only some."""
+    assert COMPILER is not None
+    compiler, folder = COMPILER, tmp_path_factory.mktemp("host")
+    return cache(lambda name: build(compiler, folder, host_source().text(), name, FORMS[name]))
+
+
+def pair_of(form: dict[str, Any], shape: str) -> Conv2dPair:
+    """With as many filters and channels as the form has."""
+    first, K, stride = SHAPES[shape]
+    first = in_precision_of(form, first)
+    if form["HELD"]:
+        K = 256
+    return Conv2dPair(first, K, form["SHORTCUT"], stride, form["NEXT"])
+
+
+def of_shortcut(problem: Conv2dProblem, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Its part of the sums, not rounded."""
+    none = {"bias": None, "residual": None}
+    return torch_conv2d({"x": x, "weight": weight, **none}, ConvCase(problem, relu=False).arguments)
+
+
+def is_right(program: Program, pair: Conv2dPair, seed: int) -> bool:
+    draw = random.Random(seed)
+    first, second, third = *pair.parts, *[None] * (3 - len(pair.parts))
+    assert first is not None and second is not None
+    alone = second.shortcut_alone()
+    if draw.random() < 0.5:  # there need not be rows and columns behind the last that an output wants
+        N, H, W, C = alone.input_shape
+        alone = second.shortcut_alone((N, H - alone.stride_h + 1, W - alone.stride_w + 1, C))
+    generator = np.random.default_rng(seed + 1)
+
+    def few(shape: tuple[int, ...], count: int) -> np.ndarray:
+        """Powers of two, so that products have no more bits than what is multiplied."""
+        return generator.choice([-2, -1, 1, 2], shape).astype(np.float32) * (
+            generator.random(shape) < count / shape[-1]
+        )
+
+    arrays = {
+        **drawn(first, replace(second, shortcut_channels=0, shortcut_stride=1), seed),
+        "x0": generator.integers(-9, 10, alone.input_shape).astype(np.float32),
+        "shortcut": few(alone.filter_shape, 4),
+    }
+    if third is not None:
+        arrays["next"] = few(third.filter_shape, 4)
+        arrays["next_bias"] = generator.integers(-9, 10, third.K).astype(np.float32)
+    biases = draw.random() < 0.7
+    relus = draw.choice([(True, True, True), (False, True, True), (True, False, True), (True, True, False)])
+    first_bias, second_bias = (arrays[name] if biases else None for name in ("first_bias", "second_bias"))
+    middle = convolution(first, arrays["x"], arrays["first"], first_bias, None, relus[0])
+    plain = replace(second, shortcut_channels=0, shortcut_stride=1)
+    rounded = to_tf32(middle) if first.precision == "tf32" else middle
+    arguments = {"x": rounded, "weight": arrays["second"], "bias": second_bias}
+    y = torch_conv2d(
+        {**arguments, "residual": of_shortcut(alone, arrays["x0"], arrays["shortcut"])},
+        ConvCase(plain, relu=relus[1]).arguments,
+    )
+    expected = [y if first.precision == "tf32" else to_bfloat16(y)]
+    if third is not None:
+        bias = arrays["next_bias"] if biases else None
+        expected.append(convolution(third, expected[0], arrays["next"], bias, None, relus[2]))
+    options = {"biases": biases, "in_place": False, "relus": relus if third is not None else relus[:2]}
+    outputs = run(program, first, second, arrays, seed=seed, grid=draw.choice([1, 2, 5]), **options)
+    if isinstance(outputs, str):
+        return False
+    return all(np.array_equal(output, right) for output, right in zip(outputs, expected, strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_shortcut_is_added(program: Callable[[str], Program], form: str, shape: str) -> None:
+    seed = list(SHAPES).index(shape) + list(FORMS).index(form)
+    assert is_right(program(form), pair_of(FORMS[form], shape), seed)
+
+
+MISTAKES = {
+    "its pixels are not waited for": ("wait_until_full(barriers.shortcut, consumer.shortcut)", ""),
+    "its pixels are given back before they have been read": (
+        "consumer.shortcut);\n",
+        "consumer.shortcut), consumer.release_shortcut();\n",
+    ),
+    "its pixels are looked for in the phase before": ("shortcut.next(1);\n    }\n    // Gives", "}\n    // Gives"),
+    "its step": ("begin.q * second.shortcut_stride", "begin.q"),
+    "its channels": ("maps.added, full, i * SLICE, begin.q", "maps.added, full, 0, begin.q"),
+    "the other consumer's pixels": ("work.shortcut + number * CONSUMER_BYTES", "work.shortcut"),
+    "its channels are multiplied in the wrong order": ("of_shortcut / STEPS * PIXEL_BYTES", "0 * PIXEL_BYTES"),
+    "the second's filter twice": ("second ? maps.second : maps.shortcut", "maps.second"),
+    "its filter's depth": ("depth - MIDDLE)", "0)"),
+    "held filters are not waited for": ("wait_until_full(barriers.held, held);", ""),
+    "held filters are looked for further on": ("held = {0, 0};", ""),
+    "held filters are fetched again": ("HELD ? tile == blockIdx.x : with_filters", "with_filters"),
+    "all held filters are in one place": ("++held;", ""),
+    "what results leave from is not empty": ("SHORTCUT ? 0 : PIXEL_BYTES", "PIXEL_BYTES"),
+    "what results leave from is added": ("ELEMENT, SHORTCUT == 0>", "ELEMENT, true>"),
+    "only the second's filters are given back": ("stage < SECOND_STAGES; ++stage", "stage < SLICES; ++stage"),
+}
+
+
+def form_for(mistake: str) -> dict[str, Any]:
+    if "given back" in mistake and "filters" in mistake:
+        return {**RING, "NEXT": 0}
+    if "held" in mistake:
+        return HELD_NEXT
+    return HELD if "consumer's" in mistake or "phase" in mistake else RING
+
+
+wrong = wrong_programs(host_source, MISTAKES, form_for)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(wrong: Callable[[str], Program], mistake: str) -> None:
+    """So that what is found right means something."""
+    program = wrong(mistake)
+    pairs = [pair_of(form_for(mistake), shape) for shape in SHAPES]
+    assert is_right(program.without_mistake, pairs[0], seed=0)
+    assert not all(is_right(program, pair, seed) for seed in range(4) for pair in pairs)
