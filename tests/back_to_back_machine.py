@@ -4,6 +4,7 @@ from wgmma_host import WAITS
 
 HOST = (
     r"""
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -37,7 +38,7 @@ enum { PIXELS, FIRST, SECOND, ADDED, SHORTCUT_FILTERS, OUTPUTS, NEXT_FILTERS, NE
 unsigned char shared[227 << 10] __align__(1024);
 
 struct Barrier { int count, pending, phase; long bytes; };
-struct Box { unsigned place; std::vector<float> rows; unsigned barrier; };
+struct Box { unsigned place; std::vector<float> rows; unsigned barrier; int map; };
 struct Store { unsigned place; int map, column, row, thread; };
 struct Instruction {
     int columns;
@@ -72,8 +73,8 @@ std::map<const void*, unsigned> addresses;
 std::map<unsigned, Barrier> barriers_at;
 std::vector<Box> fetches;
 std::vector<Store> stores;
-Multiplier multipliers[2];
-std::deque<Collective> warps[8];
+Multiplier multipliers[3];
+std::deque<Collective> warps[12];
 std::vector<Routine> routines;
 ucontext_t scheduler;
 int current, at_sync;
@@ -232,20 +233,21 @@ int with_biases, in_place, next_relu;
 std::vector<float> x, x0, first_filter, second_filter, shortcut_filter, next_filter, first_bias, second_bias, next_bias;
 std::vector<float> residual, y, z;
 
-void fetch(unsigned place, std::vector<float> rows, unsigned barrier) {
+void fetch(unsigned place, std::vector<float> rows, unsigned barrier, int map) {
     if (place % 1024) fail("a swizzle begins here");
     for (unsigned i = 0; i < rows.size(); ++i) at(place + i * SIZE) = NOTHING;
-    fetches.push_back({place, std::move(rows), barrier});
+    fetches.push_back({place, std::move(rows), barrier, map});
 }
 void fetch_im2col(unsigned place, const TensorMap& map, unsigned barrier, int c, int w, int h, int n, int s, int r) {
     const bool of_shortcut = SHORTCUT > 0 && map.id == ADDED;
     if (map.id != PIXELS && !of_shortcut) fail("these are no pixels");
     if (!self().waited) fail("earlier kernels may not have written the pixels");
-    fetch(place, im2col_rows(of_shortcut ? shortcut_alone : first, of_shortcut ? x0 : x, TILE_M, c, w, h, n, s, r), barrier);
+    const std::vector<float>& input = of_shortcut ? x0 : x;
+    fetch(place, im2col_rows(of_shortcut ? shortcut_alone : first, input, TILE_M, c, w, h, n, s, r), barrier, map.id);
 }
 void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int column, int row) {
     const auto box_of = [&](const std::vector<float>& matrix, int count, int end, int columns) {
-        fetch(place, filter_rows(matrix, count, row, end, columns, column), barrier);
+        fetch(place, filter_rows(matrix, count, row, end, columns, column), barrier, map.id);
     };
     if (map.id == FIRST) return box_of(first_filter, MIDDLE, first.K, first.gemm_k);
     if (map.id == SECOND) return box_of(second_filter, 64, second.K, MIDDLE);
@@ -306,7 +308,8 @@ void block() {
     for (Multiplier& multiplier : multipliers) multiplier = {};
     for (auto& warp : warps) warp.clear();
     memset(shared, 0xff, sizeof shared);
-    const int lazy = draw() % 5;  // who is slow: nobody, fetches, stores, one of the consumers
+    const int lazy = draw() % 6;  // who is slow: nobody, fetches, stores, one of the consumers, if there are three
+    const int slow_map = draw() % (NEXT_OUTPUTS + 1);  // its boxes come after all others, or there are none
     for (;;) {
         std::vector<int> able;
         for (int i = 0; i < threads; ++i) if (can_go_on(routines[i])) able.push_back(i);
@@ -317,8 +320,13 @@ void block() {
         }
         if (able.empty() && busy.empty() && fetches.empty() && stores.empty()) break;
         const bool stuck = able.empty() && busy.empty();
-        if (!fetches.empty() && ((stuck && stores.empty()) || draw() % (lazy == 1 ? 50 : 3) == 0)) {
-            const int number = draw() % fetches.size();
+        std::vector<int> coming;
+        const bool last = stuck && stores.empty() && std::all_of(fetches.begin(), fetches.end(), [&](const Box& box) {
+            return box.map == slow_map;
+        });
+        for (int i = 0; i < int(fetches.size()); ++i) if (last || fetches[i].map != slow_map) coming.push_back(i);
+        if (!coming.empty() && ((stuck && stores.empty()) || draw() % (lazy == 1 ? 50 : 3) == 0)) {
+            const int number = coming[draw() % coming.size()];
             const Box box = std::move(fetches[number]);
             fetches.erase(fetches.begin() + number);
             for (unsigned i = 0; i < box.rows.size(); ++i) at(box.place + i * SIZE) = bits_of(box.rows[i]);

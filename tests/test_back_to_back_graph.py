@@ -304,16 +304,20 @@ def test_explain_has_one_step_for_a_pair(monkeypatch: pytest.MonkeyPatch) -> Non
     fused = steps()
     pairs = [step for step in fused if step.kernel == back_to_back.name]
     assert pairs
-    assert len(apart) - len(fused) == sum(len(step.record.pair.parts) - 1 for step in pairs)
+    spared = sum(len(step.record.pair.parts) - 1 + (step.record.pair.shortcut_channels > 0) for step in pairs)
+    assert len(apart) - len(fused) == spared
     assert fused.flops == apart.flops
-    three, two = pairs[0], pairs[-1]
+    four, three, two = pairs[0], pairs[1], pairs[-1]
+    assert four.layer == "layer1.0.conv2 + layer1.0.conv3 + layer1.0.downsample.0 + layer1.1.conv1"
+    assert four.op == "conv2d_back_to_back + bias + shortcut + relu + following"
+    assert four.problem == "8×56×56×64 → 64, 3×3, pad 1×1; → 256, 1×1, plus 1×1 of 64 channels; → 64, 1×1, fp16"
     assert three.layer == "layer1.1.conv2 + layer1.1.conv3 + layer1.2.conv1"
     assert three.op == "conv2d_back_to_back + bias + residual + relu + following"
     assert three.problem == "8×56×56×64 → 64, 3×3, pad 1×1; → 256, 1×1; → 64, 1×1, fp16"
     assert two.layer == "layer3.5.conv2 + layer3.5.conv3"
     assert two.op == "conv2d_back_to_back + bias + residual + relu"
     assert two.problem == "8×14×14×256 → 256, 3×3, pad 1×1; → 1024, 1×1, fp16"
-    for step in (three, two):
+    for step in (four, three, two):
         assert (step.reason, step.fallback) == ("always", None)
         assert step.config in str(fused)
     for options in ({"kernel": "conv2d_mma"}, {"precision": "fp32-tc"}, {"fuse": False}, {"engine": "numpy"}):

@@ -23,7 +23,7 @@ from cupy_resnet.conv2d.variants import NULL, Filter
 from cupy_resnet.jit import compile_kernel
 
 NAME = back_to_back.name
-CONFIGS = [config for config in configurations() if config.next_channels]
+CONFIGS = [config for config in configurations() if config.next_channels and not config.shortcut_channels]
 NAMES = [f"{config.precision} {config}" for config in CONFIGS]
 
 
@@ -33,16 +33,13 @@ def three(next_channels: int, **changes: Any) -> Conv2dPair:
 
 @pytest.mark.parametrize(
     ("precision", "K", "next_channels"),
-    [
-        *((precision, *sizes) for precision in ("fp16", "bf16") for sizes in ((64, 64), (64, 128), (128, 128))),
-        ("tf32", 64, 64),
-    ],
+    [(precision, *sizes) for precision in ("fp16", "bf16", "tf32") for sizes in ((64, 64), (64, 128), (128, 128))],
 )
 def test_it_solves_what_begins_the_next_bottleneck(precision: str, K: int, next_channels: int) -> None:
     pair = three(next_channels, K=K, precision=precision)
     assert supports_back_to_back(pair, H100) == (True, "")
     candidates = back_to_back_candidates(pair, H100)
-    assert [config.tile_m for config in candidates] == [128, 64]
+    assert candidates
     for config in candidates:
         assert (config.precision, config.mid_channels, config.next_channels) == (precision, K, next_channels)
 
@@ -54,8 +51,8 @@ def test_it_solves_what_begins_the_next_bottleneck(precision: str, K: int, next_
         (128, 64, "fp16", "goes on with 128 filters behind 128 channels, not with 64"),
         (128, 256, "fp16", "goes on with 128 filters behind 128 channels, not with 256"),
         (256, 256, "fp16", "goes on with a third convolution behind 64 or 128 channels, not behind 256"),
-        (64, 128, "tf32", "goes on with 64 filters behind 64 channels, not with 128"),
-        (128, 128, "tf32", "goes on with a third convolution behind 64 channels, not behind 128"),
+        (64, 256, "tf32", "goes on with 64 or 128 filters behind 64 channels, not with 256"),
+        (256, 128, "tf32", "goes on with a third convolution behind 64 or 128 channels, not behind 256"),
     ],
 )
 def test_what_it_does_not_solve(K: int, next_channels: int, precision: str, why_not: str) -> None:
@@ -88,8 +85,7 @@ def test_a_block_fits_an_h100(config: BackToBackConfig) -> None:
     assert min(config.pixel_stages, config.filter_stages) >= 4
     steps = 9 + 4 * (1 + config.next_channels // config.mid_channels)  # of the narrowest bottleneck: its filters stay
     resident = config.filter_stages >= steps
-    whole = config.mid_channels == 64 and (config.next_channels == 64 or config.tile_m == 64)
-    assert resident == (whole and config.precision != "tf32")
+    assert resident == (config.mid_channels == config.tile_m == 64 and config.precision != "tf32")
 
 
 @pytest.fixture(scope="module")

@@ -24,10 +24,11 @@ FORMS: dict[str, dict[str, Any]] = {
     for config in configurations()
     if config.precision != "fp16" and config.next_channels and not config.shortcut_channels
 }
-FORMS["few_stages"] = {**FORMS["128x64x64"], "PIXEL_STAGES": 2, "FILTER_STAGES": 2}
-FORMS["few_filters"] = {**FORMS["128x64x128"], "PIXEL_STAGES": 4, "FILTER_STAGES": 3}
+TWO_CONSUMERS = {**FORMS["192x64x128"], "TILE_M": 128}
+FORMS["few_stages"] = {**FORMS["192x64x64"], "PIXEL_STAGES": 2, "FILTER_STAGES": 2}
+FORMS["few_filters"] = {**TWO_CONSUMERS, "PIXEL_STAGES": 4, "FILTER_STAGES": 3}
 FORMS["few_pixels"] = {**FORMS["64x128x128"], "PIXEL_STAGES": 2, "FILTER_STAGES": 7}
-FORMS["resident"] = {**FORMS["128x64x128"], "PIXEL_STAGES": 3, "FILTER_STAGES": 21}
+FORMS["resident"] = {**TWO_CONSUMERS, "PIXEL_STAGES": 3, "FILTER_STAGES": 21}
 FORMS["TF32, few stages"] = {**FORMS["TF32 128x64x64"], "PIXEL_STAGES": 3, "FILTER_STAGES": 4}
 FORMS["TF32, resident"] = {**FORMS["TF32 64x64x64"], "PIXEL_STAGES": 3, "FILTER_STAGES": 24}
 
@@ -82,14 +83,17 @@ MISTAKES = {
     ),
     "stages for what leaves are not waited for": (f"{FULL_PIXELS}#pragma", "#pragma"),
     "no stages for what leaves": ("claim(barriers.pixels, pixel, 0);", ""),
-    "products are not waited for": ("warpgroup_wait<0>();\n        if (HELD)", "warpgroup_wait<1>();\n        if (HELD)"),
+    "products are not waited for": ("warpgroup_wait<0>();\n        do {", "warpgroup_wait<1>();\n        do {"),
     "only one filter is given back": ("while (elected && !work.resident && oldest != filter.stage);", "while (false);"),
-    "what was finished is multiplied too late": ("behind, k - COLUMNS);", "behind, k);"),
-    "the last of the next filter is missing": ("if (NEXT && with_behind) fetch_next", "if (false) fetch_next"),
-    "one array for both": ("finished_even, finished_odd, middle, k -", "finished_even, finished_even, middle, k -"),
+    "what was finished is multiplied too late": ("work, filter, k - COLUMNS);", "work, filter, k);"),
+    "the last of the next filter is missing": ("if (NEXT && with_filters) fetch_next", "if (false) fetch_next"),
+    "columns are finished before they have been multiplied": (
+        "wait_for_products();\n        warpgroup_results(sums);",
+        "warpgroup_results(sums);",
+    ),
     "TF32: what is finished is that of the first slice": ("to_operand(finished[step],", "to_operand(finished[j],"),
     "the wrong part": ("k + slice * SLICE, part * MIDDLE);", "k + slice * SLICE, 0);"),
-    "TF32: the next filter's first slice comes twice": ("maps.next, stage.full, k + slice * SLICE", "maps.next, stage.full, k"),
+    "TF32: the next filter's first slice comes twice": ("maps.next, full, k + slice * SLICE", "maps.next, full, k"),
     "TF32: a slice's stage is the other's": ("b[slice * PARTS + part] + step * 2", "b[part] + step * 2"),
     "the wrong sums": ("&sums[k / MIDDLE][k % MIDDLE / 2 +", "&sums[0][k % MIDDLE / 2 +"),
     "the second's ReLU": ("next_bias, next_floor);\n        } else", "next_bias, second_floor);\n        } else"),
@@ -102,7 +106,7 @@ def form_for(mistake: str) -> dict[str, Any]:
         "PIXEL_STAGES": 2 if "leaves" in mistake else 3,
         "FILTER_STAGES": 14 if mistake == "filters fetched again" else 5,
     }
-    return {**FORMS["TF32 128x64x64" if "TF32" in mistake else "128x64x128"], **stages}
+    return {**(FORMS["TF32 128x64x64"] if "TF32" in mistake else TWO_CONSUMERS), **stages}
 
 
 wrong = wrong_programs(host_source, MISTAKES, form_for)

@@ -33,10 +33,11 @@ FORMS = {
     for config in configurations()
     if config.precision != "fp16" and not config.next_channels and not config.shortcut_channels
 }
-FORMS["few_stages"] = {**FORMS["128x64"], "PIXEL_STAGES": 2, "FILTER_STAGES": 2}
-FORMS["few_filters"] = {**FORMS["128x64"], "PIXEL_STAGES": 5, "FILTER_STAGES": 3}
+NARROW: Defines = {**FORMS["128x128"], "MIDDLE": 64, "FILTER_STAGES": 13}
+FORMS["few_stages"] = {**NARROW, "PIXEL_STAGES": 2, "FILTER_STAGES": 2}
+FORMS["few_filters"] = {**NARROW, "PIXEL_STAGES": 5, "FILTER_STAGES": 3}
 FORMS["few_pixels"] = {**FORMS["64x128"], "PIXEL_STAGES": 2, "FILTER_STAGES": 7}
-FORMS["TF32, few stages"] = {**FORMS["TF32 128x64"], "PIXEL_STAGES": 3, "FILTER_STAGES": 4}
+FORMS["TF32, few stages"] = {**FORMS["TF32 192x64"], "PIXEL_STAGES": 3, "FILTER_STAGES": 4}
 FORMS["TF32, resident"] = {**FORMS["TF32 64x64"], "PIXEL_STAGES": 3, "FILTER_STAGES": 25}
 """Both filters of 1×1 have room."""
 
@@ -136,8 +137,8 @@ FULL_FILTERS = "wait_until_full(barriers.filters, filter);\n"
 MISTAKES = {
     "the input is not waited for": (f"{FULL_PIXELS}            const", "            const"),
     "the first filter is not waited for": (f"{FULL_FILTERS}            wait", "            wait"),
-    "the second filter is not waited for": (f"{FULL_FILTERS}                b[i]", "                b[i]"),
-    "the residual is not waited for": (f"{FULL_PIXELS}            unsigned words[STEPS]", "            unsigned words[STEPS]"),
+    "the second filter is not waited for": (f"{FULL_FILTERS}            b[i]", "            b[i]"),
+    "the residual is not waited for": (f"{FULL_PIXELS}            unsigned words[S", "            unsigned words[S"),
     "the sums are not waited for": ("warpgroup_wait<PENDING>();", "warpgroup_wait<PENDING + 1>();"),
     "a slice is given back before it has been read": ("warpgroup_wait<1>();", "warpgroup_wait<2>();"),
     "one consumer gives back for both": ("&ring.empty[stage]), readers);", "&ring.empty[stage]), 1);"),
@@ -158,7 +159,7 @@ MISTAKES = {
     "the wrong slice of the second filter": ("at / STEPS * SECOND_BOX_BYTES", "0 * SECOND_BOX_BYTES"),
     "the other consumer's rows are stored": ("k, m0 + number * 64);", "k, m0);"),
     "resident filters are fetched again": ("!work.resident || tile == blockIdx.x", "true"),
-    "resident filters are looked for further on": ("if (work.resident) filter = {0, 0};", ""),
+    "resident filters are looked for further on": ("if (work.resident) consumer.filter = {0, 0};", ""),
     "the first's ReLU is the second's": ("first_bias, first_floor", "first_bias, second_floor"),
     "TF32: what is between two is not rounded": ("low = round_to_tf32(low), high = round_to_tf32(high);", ";"),
     "TF32: one stage for both slices": ("b[step / IN_STAGE] + offset", "b[0] + offset"),
@@ -173,7 +174,7 @@ MISTAKES = {
 
 def form_for(mistake: str) -> Defines:
     if "resident" in mistake:
-        return FORMS["128x64"]
+        return NARROW
     name, stages = ("TF32 64x128", 4) if "TF32" in mistake else ("128x128", 3)
     return {**FORMS[name], "PIXEL_STAGES": 3, "FILTER_STAGES": stages}
 

@@ -20,21 +20,23 @@ from cupy_resnet.conv2d.back_to_back import configurations
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 FORMS: dict[str, dict[str, Any]] = {
-    f"{config}": config.defines()
+    f"{'TF32 ' * (config.precision == 'tf32')}{config}": config.defines()
     for config in configurations()
     if config.precision != "fp16" and config.shortcut_channels
 }
-HELD, HELD_NEXT, RING = (FORMS[name] for name in (
-    "128×64, 5 and 8 stages, 8 held", "128×64 and 64, 4 and 6 stages, 12 held", "64×128 and 128, 6 and 9 stages"
-))  # fmt: skip
-FORMS["few stages"] = {**HELD_NEXT, "PIXEL_STAGES": 2, "FILTER_STAGES": 2}
-FORMS["the first filter stays, too"] = {**HELD_NEXT, "PIXEL_STAGES": 2, "FILTER_STAGES": 9}
-FORMS["few stages, none held"] = {**RING, "PIXEL_STAGES": 2, "FILTER_STAGES": 6}
-FORMS["TF32"] = {**HELD, "ELEMENT": "float", "PIXEL_STAGES": 3, "FILTER_STAGES": 8, "HELD": 0}
-FORMS["TF32, next"] = {**FORMS["TF32"], "NEXT": 64}
-FORMS["TF32, held"] = {**FORMS["TF32"], "TILE_M": 64, "FILTER_STAGES": 2, "HELD": 16}
+WIDE, NARROW = FORMS["192×64 and 64, 6 and 7 stages"], FORMS["64×64 and 64, 10 and 17 stages"]
+FORMS["few stages"] = {**WIDE, "PIXEL_STAGES": 2, "FILTER_STAGES": 3}
+FORMS["filters stay"] = {**NARROW, "PIXEL_STAGES": 6, "FILTER_STAGES": 21}
+FORMS["a deep shortcut, nothing behind"] = {**NARROW, "MIDDLE": 128, "SHORTCUT": 256, "NEXT": 0, "FILTER_STAGES": 7}
+FORMS["two consumers"] = {**FORMS["a deep shortcut, nothing behind"], "TILE_M": 128, "PIXEL_STAGES": 3, "NEXT": 128}
+FORMS["TF32, nothing behind"] = {
+    **FORMS["TF32 192×64 and 64, 5 and 7 stages"],
+    "PIXEL_STAGES": 4,
+    "NEXT": 0,
+    "FILTER_STAGES": 8,
+}
 
-SHAPES = {  # the first, filters of the second where a form holds none, step of the shortcut
+SHAPES = {  # the first, filters of the second, step of the shortcut
     "3×3": (PLAIN, 256, 1),
     "of all second pixels": (replace(PLAIN, H=10, stride_h=2, stride_w=2), 128, 2),
     "one slice, many tiles": (replace(PLAIN, R=1, S=1, pad_h=0, pad_w=0, N=9), 384, 1),
@@ -55,8 +57,6 @@ def pair_of(form: dict[str, Any], shape: str) -> Conv2dPair:
     """With as many filters and channels as the form has."""
     first, K, stride = SHAPES[shape]
     first = in_precision_of(form, first)
-    if form["HELD"]:
-        K = 256
     return Conv2dPair(first, K, form["SHORTCUT"], stride, form["NEXT"])
 
 
@@ -69,7 +69,8 @@ def of_shortcut(problem: Conv2dProblem, x: np.ndarray, weight: np.ndarray) -> np
 def is_right(program: Program, pair: Conv2dPair, seed: int) -> bool:
     draw = random.Random(seed)
     first, second, third = *pair.parts, *[None] * (3 - len(pair.parts))
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     alone = second.shortcut_alone()
     if draw.random() < 0.5:  # there need not be rows and columns behind the last that an output wants
         N, H, W, C = alone.input_shape
@@ -132,10 +133,6 @@ MISTAKES = {
     "its channels are multiplied in the wrong order": ("of_shortcut / STEPS * PIXEL_BYTES", "0 * PIXEL_BYTES"),
     "the second's filter twice": ("second ? maps.second : maps.shortcut", "maps.second"),
     "its filter's depth": ("depth - MIDDLE)", "0)"),
-    "held filters are not waited for": ("wait_until_full(barriers.held, held);", ""),
-    "held filters are looked for further on": ("held = {0, 0};", ""),
-    "held filters are fetched again": ("HELD ? tile == blockIdx.x : with_filters", "with_filters"),
-    "all held filters are in one place": ("++held;", ""),
     "what results leave from is not empty": ("SHORTCUT ? 0 : PIXEL_BYTES", "PIXEL_BYTES"),
     "what results leave from is added": ("ELEMENT, SHORTCUT == 0>", "ELEMENT, true>"),
     "only the second's filters are given back": ("stage < SECOND_STAGES; ++stage", "stage < SLICES; ++stage"),
@@ -143,11 +140,9 @@ MISTAKES = {
 
 
 def form_for(mistake: str) -> dict[str, Any]:
-    if "given back" in mistake and "filters" in mistake:
-        return {**RING, "NEXT": 0}
-    if "held" in mistake:
-        return HELD_NEXT
-    return HELD if "consumer's" in mistake or "phase" in mistake else RING
+    if "filters are given back" in mistake or "order" in mistake or "its channels" in mistake:
+        return FORMS["a deep shortcut, nothing behind"]
+    return FORMS["two consumers"]
 
 
 wrong = wrong_programs(host_source, MISTAKES, form_for)

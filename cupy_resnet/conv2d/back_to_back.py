@@ -107,13 +107,11 @@ def supports_back_to_back(pair: Conv2dPair, device: Device) -> Support:
             f"needs {_alternatives(mid_channels)} channels between the two and a multiple of {wanted} behind them, not "
             f"{first.K} and {second.K}"
         )
-    forms = [config for config in forms if config.shortcut_channels == pair.shortcut_channels]
-    if first.K not in {config.mid_channels for config in forms}:
-        return False, f"adds no shortcut of {pair.shortcut_channels} channels behind {first.K}"
     if pair.shortcut_channels:
-        supported, why_not = _FIRST.supports(second, device)
+        supported, why_not = _supports_shortcut(pair, device, forms)
         if not supported:
             return False, why_not
+    forms = [config for config in forms if config.shortcut_channels == pair.shortcut_channels]
     going_on = {(config.mid_channels, config.next_channels) for config in forms if config.next_channels}
     if pair.following and (first.K, pair.following) not in going_on:
         known = sorted(filters for channels, filters in going_on if channels == first.K)
@@ -124,6 +122,16 @@ def supports_back_to_back(pair: Conv2dPair, device: Device) -> Support:
             f"goes on with {_alternatives(known)} filters behind {first.K} channels, not with {pair.following}"
         )
     return True, ""
+
+
+def _supports_shortcut(pair: Conv2dPair, device: Device, forms: Sequence[BackToBackConfig]) -> Support:
+    known = sorted({(config.shortcut_channels, config.mid_channels) for config in forms if config.shortcut_channels})
+    if (pair.shortcut_channels, pair.first.K) not in known:
+        listed = " or ".join(f"{channels} channels behind {behind}" for channels, behind in known)
+        return False, f"adds a shortcut of {listed}, not one of {pair.shortcut_channels} behind {pair.first.K}"
+    if not pair.following:
+        return False, "adds a shortcut where a third convolution follows, not without"
+    return _FIRST.supports(pair.second, device)
 
 
 def _alternatives(counts: Sequence[int]) -> str:

@@ -116,7 +116,7 @@ WGMMA_TILE_MICROSECONDS = 1.0
 
 def _wgmma_microseconds(problem: Conv2dProblem, device: Device, config: configs.WgmmaConfig) -> float:
     """The slower of arithmetic and memory: a multiprocessor takes tiles in turn, each the slices of its whole depth."""
-    if config.split_k_slices > 1:
+    if config.cluster:
         return _wgmma_split_k_microseconds(problem, device, config)
     tiles = _ceil(problem.gemm_m, config.tile_m) * _ceil(problem.gemm_n, config.tile_n)
     share = config.tile_m * config.tile_n / (128 * 128)
@@ -209,12 +209,13 @@ def back_to_back_microseconds(pair: Conv2dPair, device: Device, config: BackToBa
     """The slower of arithmetic and memory for one kernel that computes all of `pair`.
 
     A tile of pixels goes through all products on one multiprocessor. A small tile is as fast by the operation: both
-    wait for filters as long.
+    wait for filters as long. What begins a product takes longer where a third consumer waits for the tensor cores.
     """
     pixels = pair.first.gemm_m
     operations = pair.flops / max(pixels, 1) * config.tile_m
     rate = BACK_TO_BACK_TFLOPS * 1e6 * 2 / pair.first.arithmetic.element_size
-    per_tile = operations * 132 / rate + len(pair.parts) * BACK_TO_BACK_PRODUCT_MICROSECONDS
+    begin = BACK_TO_BACK_PRODUCT_MICROSECONDS * max(2, config.consumers) / 2
+    per_tile = operations * 132 / rate + len(pair.parts) * begin
     residual = 0 if pair.shortcut_channels else pixels * pair.K * pair.first.arithmetic.element_size
     memory = (pair.bytes + residual) / BACK_TO_BACK_BANDWIDTH
     return max(_ceil(_ceil(pixels, config.tile_m), device.sm_count) * per_tile, memory) + LAUNCH_MICROSECONDS

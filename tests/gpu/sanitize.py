@@ -175,10 +175,15 @@ def launch_back_to_backs() -> None:
             x, residual = numbers(first.input_shape, storage), numbers(second.output_shape, storage)
             filters = Filter(numbers(first.filter_shape, storage)), Filter(numbers(second.filter_shape, storage))
             biases = numbers((K,), np.float32), numbers((128,), np.float32)
-            for whole in (pair, replace(pair, following=K), replace(pair, following=2 * K)):
+            adding = replace(pair, shortcut_channels=K, shortcut_stride=2, following=K)
+            alone = adding.second.shortcut_alone()
+            shortcut = Shortcut(numbers(alone.input_shape, storage), Filter(numbers(alone.filter_shape, storage)))
+            for whole in (pair, replace(pair, following=K), replace(pair, following=2 * K), adding):
                 for config in back_to_back_candidates(whole, device):
                     for y in (cupy.empty(second.output_shape, storage), residual):
                         operands = BackToBackOperands(x, filters, biases, residual, y, (True, True))
+                        if whole.shortcut_channels:
+                            operands = operands._replace(residual=None, shortcut=shortcut)
                         if whole.third is not None:
                             third = Filter(numbers(whole.third.filter_shape, storage))
                             bias = numbers((whole.following,), np.float32)

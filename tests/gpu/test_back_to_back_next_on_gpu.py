@@ -82,11 +82,7 @@ class Bottleneck:
 
 @pytest.mark.parametrize(
     ("precision", "K", "next_channels"),
-    [
-        (precision, *sizes)
-        for precision in ("fp16", "bf16", "tf32")
-        for sizes in ((64, 64), (64, 128), (128, 128))
-    ],
+    [(precision, *sizes) for precision in ("fp16", "bf16", "tf32") for sizes in ((64, 64), (64, 128), (128, 128))],
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_is_exact_on_integers(shape: str, K: int, next_channels: int, precision: str) -> None:

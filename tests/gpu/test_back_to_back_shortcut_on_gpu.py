@@ -1,5 +1,4 @@
-"""A bottleneck's end that adds a shortcut, alone or with the next one's beginning, in one launch, against convolutions by
-taps in float64."""
+"""A bottleneck's end that adds a shortcut, and the next one's beginning, against convolutions by taps in float64."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,8 +13,8 @@ from cupy_resnet.conv2d.back_to_back import (
     configurations,
     launch_back_to_back,
 )
-from cupy_resnet.conv2d.variant import Shortcut
-from cupy_resnet.conv2d.variants import Filter
+
+from cupy_resnet.conv2d.variants import Filter, Shortcut
 from cupy_resnet.engines.cuda_engine import describe_device
 from gpu.reference import conv2d_float64, loaded, poisoned, stored
 
