@@ -13,7 +13,6 @@ from cupy_resnet.conv2d.back_to_back import (
     configurations,
     launch_back_to_back,
 )
-
 from cupy_resnet.conv2d.variants import Filter, Shortcut
 from cupy_resnet.engines.cuda_engine import describe_device
 from gpu.reference import conv2d_float64, loaded, poisoned, stored
