@@ -134,7 +134,6 @@ MISTAKES = {
     "the second's filter twice": ("second ? maps.second : maps.shortcut", "maps.second"),
     "its filter's depth": ("depth - MIDDLE)", "0)"),
     "what results leave from is not empty": ("SHORTCUT ? 0 : PIXEL_BYTES", "PIXEL_BYTES"),
-    "what results leave from is added": ("ELEMENT, SHORTCUT == 0>", "ELEMENT, true>"),
     "only the second's filters are given back": ("stage < SECOND_STAGES; ++stage", "stage < SLICES; ++stage"),
 }
 
