@@ -3,14 +3,13 @@
 
 import random
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 from back_to_back_host import host_source, run
 from test_back_to_back_run import FULL_PIXELS, SHAPES, convolution, drawn, in_precision_of, seed_of
-from wgmma_host import COMPILER, Program, build, wrong_programs
+from wgmma_host import COMPILER, Program, programs, wrong_programs
 
 from cupy_resnet.conv2d import Conv2dPair, Conv2dProblem
 from cupy_resnet.conv2d.back_to_back import configurations
@@ -33,12 +32,7 @@ FORMS["TF32, few stages"] = {**FORMS["TF32 128x64x64"], "PIXEL_STAGES": 3, "FILT
 FORMS["TF32, resident"] = {**FORMS["TF32 64x64x64"], "PIXEL_STAGES": 3, "FILTER_STAGES": 24}
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
-    """Compiles a form when it is first asked for: each of several processes has only some."""
-    assert COMPILER is not None
-    compiler, folder = COMPILER, tmp_path_factory.mktemp("host")
-    return cache(lambda name: build(compiler, folder, host_source().text(), name, FORMS[name]))
+program = programs(host_source, FORMS)
 
 
 def is_right(program: Program, first: Conv2dProblem, K: int, next_channels: int, seed: int) -> bool:

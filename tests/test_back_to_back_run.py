@@ -3,13 +3,12 @@
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
 from back_to_back_host import host_source, run
 from helpers import ConvCase, torch_conv2d
-from wgmma_host import COMPILER, Defines, Program, build, wrong_programs
+from wgmma_host import COMPILER, Defines, Program, programs, wrong_programs
 
 from cupy_resnet.conv2d import Conv2dPair, Conv2dProblem
 from cupy_resnet.conv2d.back_to_back import configurations
@@ -42,12 +41,7 @@ FORMS["TF32, resident"] = {**FORMS["TF32 64x64"], "PIXEL_STAGES": 3, "FILTER_STA
 """Both filters of 1×1 have room."""
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
-    """Compiles a form when it is first asked for: each of several processes has only some."""
-    assert COMPILER is not None
-    compiler, folder = COMPILER, tmp_path_factory.mktemp("host")
-    return cache(lambda name: build(compiler, folder, host_source().text(), name, FORMS[name]))
+program = programs(host_source, FORMS)
 
 
 def in_precision_of(form: Defines, first: Conv2dProblem) -> Conv2dProblem:

@@ -4,7 +4,6 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from back_to_back_host import host_source, run
 from helpers import ConvCase, torch_conv2d
 from test_back_to_back_run import PLAIN, convolution, drawn, in_precision_of, to_bfloat16, to_tf32
-from wgmma_host import COMPILER, Program, build, wrong_programs
+from wgmma_host import COMPILER, Program, programs, wrong_programs
 
 from cupy_resnet.conv2d import Conv2dPair, Conv2dProblem
 from cupy_resnet.conv2d.back_to_back import configurations
@@ -45,12 +44,7 @@ SHAPES = {  # the first, filters of the second, step of the shortcut
 }
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
-    """Compiles a form when it is first asked for: each of several processes has only some."""
-    assert COMPILER is not None
-    compiler, folder = COMPILER, tmp_path_factory.mktemp("host")
-    return cache(lambda name: build(compiler, folder, host_source().text(), name, FORMS[name]))
+program = programs(host_source, FORMS)
 
 
 def pair_of(form: dict[str, Any], shape: str) -> Conv2dPair:
@@ -68,9 +62,8 @@ def of_shortcut(problem: Conv2dProblem, x: np.ndarray, weight: np.ndarray) -> np
 
 def is_right(program: Program, pair: Conv2dPair, seed: int) -> bool:
     draw = random.Random(seed)
-    first, second, third = *pair.parts, *[None] * (3 - len(pair.parts))
-    assert first is not None
-    assert second is not None
+    first, second, third = pair.first, pair.second, pair.third
+    plain = second.without_shortcut()
     alone = second.shortcut_alone()
     if draw.random() < 0.5:  # there need not be rows and columns behind the last that an output wants
         N, H, W, C = alone.input_shape
@@ -84,7 +77,7 @@ def is_right(program: Program, pair: Conv2dPair, seed: int) -> bool:
         )
 
     arrays = {
-        **drawn(first, replace(second, shortcut_channels=0, shortcut_stride=1), seed),
+        **drawn(first, plain, seed),
         "x0": generator.integers(-9, 10, alone.input_shape).astype(np.float32),
         "shortcut": few(alone.filter_shape, 4),
     }
@@ -95,7 +88,6 @@ def is_right(program: Program, pair: Conv2dPair, seed: int) -> bool:
     relus = draw.choice([(True, True, True), (False, True, True), (True, False, True), (True, True, False)])
     first_bias, second_bias = (arrays[name] if biases else None for name in ("first_bias", "second_bias"))
     middle = convolution(first, arrays["x"], arrays["first"], first_bias, None, relus[0])
-    plain = replace(second, shortcut_channels=0, shortcut_stride=1)
     rounded = to_tf32(middle) if first.precision == "tf32" else middle
     arguments = {"x": rounded, "weight": arrays["second"], "bias": second_bias}
     y = torch_conv2d(

@@ -3,12 +3,11 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
 from wgmma_3xtf32_host import host_source, run
-from wgmma_host import COMPILER, Program, build, expected_output, random_epilogue, wrong_programs
+from wgmma_host import COMPILER, Program, expected_output, programs, random_epilogue, wrong_programs
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.configs import WGMMA_3XTF32
@@ -33,12 +32,7 @@ FORMS["few_stages_and_pieces"] = {**WGMMA_3XTF32[1].defines(), "TILE_M": 128, "N
 FORMS["many_blocks"] = {**WGMMA_3XTF32[0].defines(), "TILE_M": 256, "NUM_STAGES": 2}
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
-    """Compiles a form when it is first asked for: each of several processes has only some."""
-    assert COMPILER is not None
-    compiler, folder = COMPILER, tmp_path_factory.mktemp("host")
-    return cache(lambda name: build(compiler, folder, host_source().text(), name, FORMS[name]))
+program = programs(host_source, FORMS)
 
 
 def drawn(problem: Conv2dProblem, seed: int) -> dict[str, np.ndarray]:

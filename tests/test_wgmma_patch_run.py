@@ -3,11 +3,10 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
-from wgmma_host import COMPILER, Program, build, expected_output, random_epilogue, wrong_programs
+from wgmma_host import COMPILER, Program, expected_output, programs, random_epilogue, wrong_programs
 from wgmma_patch_run_host import host_source, run
 
 from cupy_resnet.conv2d import H100, Conv2dProblem
@@ -29,12 +28,7 @@ SHAPES = {
 FORMS = {f"{pixels}": WgmmaPatchConfig("tf32", pixels).defines() for pixels in WGMMA_PATCH_TF32_PIXELS}
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
-    """Compiles a form when it is first asked for: each of several processes has only some."""
-    assert COMPILER is not None
-    compiler, folder = COMPILER, tmp_path_factory.mktemp("host")
-    return cache(lambda name: build(compiler, folder, host_source().text(), name, FORMS[name]))
+program = programs(host_source, FORMS)
 
 
 def drawn(problem: Conv2dProblem, seed: int) -> dict[str, np.ndarray]:

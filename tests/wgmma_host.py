@@ -180,6 +180,21 @@ def build(compiler: str, folder: Path, text: str, name: str, defines: Defines) -
     return Program(folder / name)
 
 
+def programs(source: Callable[[], HostSource], forms: Mapping[str, Defines]) -> Any:
+    """Returns a module's fixture: what gives the program of a form, by its name.
+
+    A form is compiled when it is first asked for: each of several processes has only some.
+    """
+
+    @pytest.fixture(scope="module")
+    def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
+        assert COMPILER is not None
+        compiler, folder = COMPILER, tmp_path_factory.mktemp("host")
+        return cache(lambda name: build(compiler, folder, source().text(), name, forms[name]))
+
+    return program
+
+
 def wrong_programs(
     source: Callable[[], HostSource],
     mistakes: Mapping[str, Mistake],
