@@ -12,23 +12,26 @@
 // Layouts    x and x0 NHWC, first KRSC, second [K][MIDDLE], shortcut_filter [K][SHORTCUT], next [NEXT][K], residual and y NPQK,
 //            z with NEXT channels, all ELEMENT; biases in fp32. y may be the residual; z may be nothing else. In TF32 every 8
 //            filters stand in the order 0 4 1 5 2 6 3 7: see pair_epilogue.cuh; so do not biases.
-// Grid       x: one block per multiprocessor, or fewer; tiles of pixels are taken in turn.
+// Grid       x: one block per multiprocessor, or fewer; tiles of pixels are taken in turn. z: CLUSTER.
 //            Block 128 · (1 + TILE_M / 64) threads: a producer warpgroup, of which one thread works, and a consumer for each
 //            64 pixels of the tile.
-// Shared     (PIXEL_STAGES + the shortcut's slices) · TILE_M · 128 + FILTER_STAGES · MIDDLE · 128 bytes, dynamic.
-// Requires   one group, C a multiple of 128 bytes, K of 128, MIDDLE of 64, 128 or 256; a residual, or SHORTCUT, a multiple of
-//            MIDDLE. NEXT is MIDDLE, of 64 or 128, or twice 64: registers hold no more. TILE_M is up to
-//            128 for 128 channels that have a NEXT behind them, and for 256.
+// Shared     (PIXEL_STAGES + the slices that stay) · TILE_M · 128 + FILTER_STAGES · MIDDLE · 128 bytes, dynamic.
+// Requires   one group, C a multiple of 128 bytes, K of 128 · CLUSTER, MIDDLE of 64, 128 or 256; a residual, or SHORTCUT, a
+//            multiple of MIDDLE. NEXT is MIDDLE, of 64 or 128, or twice 64: registers hold no more. TILE_M is up to 128 for 128
+//            channels that have a NEXT behind them, and for 256. CLUSTER 2 goes with neither SHORTCUT nor NEXT.
 // This rung  against conv2d_wgmma twice: the map between the two is neither stored nor read. The sums of a product lie in
 //            registers just as the next product wants its pixels there, so that what is left of that map is a conversion.
 //            Two rings of stages run through both products and from tile to tile without a pause: pixels share theirs
 //            with the residual, and the first filter with the second, as a slice of one has the size of a slice of the other.
 //            The output takes the residual's place in its stage, and leaves it while the next columns are multiplied.
 //            With NEXT it is multiplied once more as it leaves, from registers: it is stored, but not read again.
-//            A shortcut is more depth of the second product. Its pixels stay while all columns are multiplied.
+//            A shortcut is more depth of the second product. Its pixels stay while all columns are multiplied. So do the
+//            channels that another block has computed: two that share a tile each have half of the filters, send each other
+//            what is between, 64 pixels as soon as a consumer has them, and go on to half of the columns each.
 #include "conv2d_params.cuh"
 #include "dependent_launch.cuh"
 #include "pair_epilogue.cuh"
+#include "pair_of_blocks.cuh"
 #include "stage_ring.cuh"
 #include "tensor_core.cuh"
 #include "tensor_memory.cuh"
@@ -37,26 +40,37 @@
 #ifndef TILE_M
 #define ELEMENT Half     // of input, filters, residual, output: Half, BFloat16, or float (TF32)
 #define TILE_M 128       // pixels per tile: 64, 128 or 192
-#define MIDDLE 256       // filters of the first convolution
+#define MIDDLE 256       // filters of the first convolution that a block has
 #define PIXEL_STAGES 6   // slices of the input, or of the residual and then the output, in shared memory
 #define FILTER_STAGES 4  // slices of any filter
 #define NEXT 0           // filters of the next convolution: MIDDLE, 2 · MIDDLE, or 0: there is none
 #define SHORTCUT 0       // channels of the shortcut's input; 0: there is a residual
+#define CLUSTER 1        // blocks that share a tile, 1 or 2: the first convolution has as many times MIDDLE filters
+#endif
+#if CLUSTER > 1
+#define IN_A_CLUSTER __cluster_dims__(1, 1, CLUSTER)
+#else
+#define IN_A_CLUSTER
 #endif
 
 constexpr int WARPGROUP = 128, CONSUMERS = TILE_M / 64, THREADS = WARPGROUP * (1 + CONSUMERS);
+// Of a thread, where a producer's are given to consumers; all have as many at first, those of one consumer are enough.
+constexpr int CONSUMER_REGISTERS = CONSUMERS < 3 ? 232 : NEXT ? 160 : 152, PRODUCER_REGISTERS = CONSUMERS == 3 && NEXT ? 32 : 48;
 constexpr int ROW_BYTES = 128, SLICE = ROW_BYTES / static_cast<int>(sizeof(ELEMENT));  // channels, or columns of the output
 constexpr int PIXEL_BYTES = TILE_M * ROW_BYTES, CONSUMER_BYTES = 64 * ROW_BYTES, FILTER_BYTES = MIDDLE * ROW_BYTES;
 constexpr int COLUMNS = 64, SLICES = COLUMNS / SLICE;  // of the output, multiplied at a time; stages that they leave from
 constexpr int SECOND_BOX_BYTES = COLUMNS * ROW_BYTES;  // of the second filter: COLUMNS filters by SLICE of depth
 constexpr int SECOND_BOXES = MIDDLE / COLUMNS;         // in a stage
 constexpr int STEP = SLICE / 4, STEPS = 4;             // the depth of an instruction, and such in a slice
-constexpr int SECOND_STAGES = SLICES * (MIDDLE + SHORTCUT) / MIDDLE;  // that COLUMNS of the second filter take in a ring
+constexpr int STAYING = SHORTCUT + MIDDLE * (CLUSTER - 1);  // channels of the second product's depth in shared memory
+constexpr int SECOND_STAGES = SLICES * (MIDDLE + STAYING) / MIDDLE;  // that COLUMNS of the second filter take in a ring
 constexpr int PARTS = NEXT > MIDDLE ? NEXT / MIDDLE : 1;  // of the next filters: each has the size of a stage
 static_assert(TILE_M % 64 == 0 && MIDDLE % COLUMNS == 0, "whole instructions and boxes");
 static_assert(FILTER_STAGES >= SECOND_STAGES + (NEXT ? PARTS * SLICES : SECOND_STAGES), "what is under way at once");
 static_assert(PIXEL_STAGES > SLICES, "the residual of COLUMNS beside the stage that is stored from");
 static_assert(SHORTCUT % MIDDLE == 0, "whole stages");
+static_assert(CLUSTER == 1 || (CLUSTER == 2 && !SHORTCUT && !NEXT), "what is sent has one receiver, and columns one block");
+static_assert(CLUSTER == 1 || PIXEL_STAGES >= MIDDLE / SLICE, "what a consumer sends at once");
 static_assert(!NEXT || NEXT == PARTS * MIDDLE, "parts");
 
 WARPGROUP_MMA_FROM_REGISTERS(64, 32)
@@ -79,7 +93,9 @@ __device__ __forceinline__ void to_operand(unsigned long long (&operand)[2], con
 struct Barriers {
     Ring<PIXEL_STAGES> pixels;
     Ring<FILTER_STAGES> filters;
-    Ring<1> shortcut;  // all its pixels of a tile
+    Ring<1> shortcut;                        // all its pixels of a tile
+    unsigned long long received[CONSUMERS];  // the other block's channels of a consumer's pixels
+    unsigned long long may_send[CONSUMERS];  // the other block has read those of the tile before
 };
 
 #include "back_to_back_producer.cuh"
@@ -94,6 +110,7 @@ struct Consumer {
     Place pixel;
     Place filter;
     Place shortcut;
+    int sent;    // parity of the tile, of what blocks send each other
     int oldest;  // of the filter stages that are not yet given back
     int stored;  // the stage that the accelerator may still be storing from; negative: none. The elected thread knows
 
@@ -103,6 +120,48 @@ struct Consumer {
     __device__ __forceinline__ unsigned corner(int stage) const {
         const int lane = threadIdx.x % 32, row = threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
         return rows(stage) + row * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
+    }
+    // Sends the other block what this consumer has between the two convolutions, by way of stages that the producer leaves
+    // empty, and waits for what it sends. Both have come as far in their rings, so that what is here is there in the same place.
+    __device__ __forceinline__ void exchange(const unsigned long long (&middle)[MIDDLE / STEP][2]) {
+        const int other = work.rank() ^ 1, first = pixel.stage;
+        const unsigned received = shared_address(&barriers.received[number]);
+#pragma unroll
+        for (int slice = 0; slice < MIDDLE / SLICE; ++slice) {
+            const unsigned place = corner(pixel.stage);
+            wait_until_full(barriers.pixels, pixel);
+#pragma unroll
+            for (int j = 0; j < STEPS; ++j) {
+                const unsigned long long(&operand)[2] = middle[slice * STEPS + j];
+                const unsigned words[4] = {static_cast<unsigned>(operand[0]), static_cast<unsigned>(operand[0] >> 32),
+                                           static_cast<unsigned>(operand[1]), static_cast<unsigned>(operand[1] >> 32)};
+                store_matrices(place ^ j * 32, words);
+            }
+            written_for_storing();
+            warpgroup_sync(1 + number);
+            if (elected) {
+                if (slice == 0) {
+                    barrier_arrive_expecting(received, MIDDLE / SLICE * CONSUMER_BYTES);
+                    barrier_wait(shared_address(&barriers.may_send[number]), sent ^ 1);
+                }
+                const unsigned target = work.staying + slice * PIXEL_BYTES + number * CONSUMER_BYTES;
+                copy_to_block(address_in_block(target, other), rows(pixel.stage), CONSUMER_BYTES,
+                              address_in_block(received, other));
+            }
+            pixel.next(PIXEL_STAGES);
+        }
+        barrier_wait(received, sent);
+        if (elected) {  // what has come here has been read there
+            for (int i = 0; i < MIDDLE / SLICE; ++i) {
+                const int stage = first + i < PIXEL_STAGES ? first + i : first + i - PIXEL_STAGES;
+                arrive_in_block(address_in_block(shared_address(&barriers.pixels.empty[stage]), other));
+            }
+        }
+    }
+    // Lets the other block send the next tile's: all of this tile's has been read.
+    __device__ __forceinline__ void end_exchange() {
+        if (elected) arrive_in_block(address_in_block(shared_address(&barriers.may_send[number]), work.rank() ^ 1));
+        sent ^= 1;
     }
     // Gives back the shortcut's pixels, of which all has been read.
     __device__ __forceinline__ void release_shortcut() {
@@ -177,23 +236,22 @@ struct Consumer {
         }
     }
 
-    // Begins the products of all MIDDLE channels, and the shortcut's, with COLUMNS filters of the second convolution.
+    // Begins the products of all MIDDLE channels, and of those that stay, with COLUMNS filters of the second convolution.
     __device__ __forceinline__ void begin_second(float (&sums)[COLUMNS / 2],
                                                  const unsigned long long (&middle)[MIDDLE / STEP][2]) {
         constexpr int IN_STAGE = MIDDLE / STEP / SLICES;
         unsigned long long b[SECOND_STAGES];
         next_filters(b);
-        const unsigned long long a = operand(work.shortcut + number * CONSUMER_BYTES);
+        const unsigned long long a = operand(work.staying + number * CONSUMER_BYTES);
         warpgroup_fence();
 #pragma unroll
-        for (int step = 0; step < (MIDDLE + SHORTCUT) / STEP; ++step) {
+        for (int step = 0; step < (MIDDLE + STAYING) / STEP; ++step) {
             const int at = step % IN_STAGE, offset = at / STEPS * SECOND_BOX_BYTES + at % STEPS * 32;
             const unsigned long long filters = b[step / IN_STAGE] + offset / 16;
             if (step < MIDDLE / STEP) {
                 warpgroup_mma<ELEMENT, COLUMNS>(sums, middle[step], filters, step > 0);
             } else {
-                const int of_shortcut = step - MIDDLE / STEP;
-                const int pixels = of_shortcut / STEPS * PIXEL_BYTES + of_shortcut % STEPS * 32;
+                const int behind = step - MIDDLE / STEP, pixels = behind / STEPS * PIXEL_BYTES + behind % STEPS * 32;
                 warpgroup_mma<ELEMENT, COLUMNS>(sums, a + pixels / 16, filters, true);
             }
         }
@@ -336,7 +394,14 @@ __device__ __forceinline__ void round_middle(unsigned long long (&middle)[MIDDLE
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+// Waits until the other block is as far, which reads and writes shared memory here until then.
+__device__ __forceinline__ void end_cluster() {
+    __syncwarp();
+    cluster_arrive_relaxed();
+    cluster_wait();
+}
+
+extern "C" __global__ void IN_A_CLUSTER __launch_bounds__(THREADS, 1)
     conv2d_wgmma_b2b(const __grid_constant__ TensorMap pixels, const __grid_constant__ TensorMap first_filters,
                      const __grid_constant__ TensorMap second_filters, const __grid_constant__ TensorMap added,
                      const __grid_constant__ TensorMap shortcut_filters, const __grid_constant__ TensorMap outputs,
@@ -351,23 +416,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         init(barriers.pixels, CONSUMERS);
         init(barriers.filters, CONSUMERS);
         init(barriers.shortcut, CONSUMERS);
+        for (int i = 0; i < CONSUMERS; ++i) {
+            barrier_init(shared_address(&barriers.received[i]), 1);
+            barrier_init(shared_address(&barriers.may_send[i]), 1);
+        }
         barrier_init_done();
     }
     __syncthreads();
+    if (CLUSTER > 1) cluster_arrive_relaxed();
     const Maps maps{pixels, first_filters, second_filters, added, shortcut_filters, outputs, next_filters, next_outputs};
     const Work work(first, second, shared_address(shared));
 
     let_next_kernel_start();
     wait_for_earlier_kernels();
+    if (CLUSTER > 1) cluster_wait();  // the other block's barriers are there
     if (warpgroup == 0) {
-        if (CONSUMERS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (CONSUMERS == 3) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+        if (CONSUMERS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (threadIdx.x == 0) produce(maps, barriers, work, first, second);
+        if constexpr (CLUSTER > 1) end_cluster();
         return;
     }
-    if (CONSUMERS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    if (CONSUMERS == 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
-    Consumer consumer{maps, barriers, work, warpgroup - 1, threadIdx.x % WARPGROUP == 0, {0, 0}, {0, 0}, {0, 0}, 0, -1};
+    if (CONSUMERS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+    Consumer consumer{maps, barriers, work, warpgroup - 1, threadIdx.x % WARPGROUP == 0, {0, 0}, {0, 0}, {0, 0}, 0, 0, -1};
     const unsigned first_floor = floor_word(first.relu, ELEMENT{}), second_floor = floor_word(second.relu, ELEMENT{});
     const unsigned next_floor = floor_word(next_relu, ELEMENT{});
     for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
@@ -376,14 +446,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         {
             float sums[MIDDLE / 2] = {};  // or they would be kept from tile to tile
             consumer.multiply_first(sums);
-            round_middle(middle, sums, first_bias, first_floor);
+            round_middle(middle, sums, first_bias ? first_bias + work.rank() * MIDDLE : nullptr, first_floor);
         }
+        if constexpr (CLUSTER > 1) consumer.exchange(middle);
         if constexpr (SHORTCUT > 0) wait_until_full(barriers.shortcut, consumer.shortcut);
         if constexpr (NEXT > 0) {
             consumer.multiply_both(middle, second.K, tile * TILE_M, second_bias, second_floor, next_bias, next_floor);
         } else {
             // While the even columns are finished the odd ones are multiplied, and those of the other consumer while these are.
-            for (int k = 0; k < second.K; k += 2 * COLUMNS) {
+            const int columns = second.K / CLUSTER, first_column = work.rank() * columns;
+            for (int k = first_column; k < first_column + columns; k += 2 * COLUMNS) {
                 float even[COLUMNS / 2], odd[COLUMNS / 2];
                 consumer.begin_second(even, middle);
                 consumer.begin_second(odd, middle);
@@ -392,6 +464,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         }
         if constexpr (SHORTCUT > 0) consumer.release_shortcut();
+        if constexpr (CLUSTER > 1) consumer.end_exchange();
     }
     if (consumer.elected) store_wait<0>();  // shared memory ends with the block
+    if constexpr (CLUSTER > 1) end_cluster();
 }

@@ -23,10 +23,11 @@ HOST = (
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
+#define __cluster_dims__(...)
 #define WARPGROUP_MMA_FROM_REGISTERS(...)
 #define WARPGROUP_MMA_TF32_FROM_REGISTERS(...)
 
-struct Index { int x; } threadIdx, blockIdx, gridDim;
+struct Index { int x, y, z; } threadIdx, blockIdx, gridDim;
 struct TensorMap { int id; };
 struct float2 { float x, y; };
 struct Half { unsigned short bits; };
@@ -35,11 +36,12 @@ constexpr int SIZE = sizeof(ELEMENT), PER_ROW = 128 / SIZE, DEPTH = 32 / SIZE;  
 using Word = std::conditional_t<SIZE == 4, unsigned, unsigned short>;
 constexpr Word NOTHING = SIZE == 4 ? 0x7fffffff : 0x7fff;  // a NaN
 enum { PIXELS, FIRST, SECOND, ADDED, SHORTCUT_FILTERS, OUTPUTS, NEXT_FILTERS, NEXT_OUTPUTS };
-unsigned char shared[227 << 10] __align__(1024);
+unsigned char shared[1];  // where a block's shared memory begins: 0, of each its own
 
 struct Barrier { int count, pending, phase; long bytes; };
-struct Box { unsigned place; std::vector<float> rows; unsigned barrier; int map; };
+struct Box { unsigned place; std::vector<float> rows; unsigned barrier; int map, block; };
 struct Store { unsigned place; int map, column, row, thread; };
+struct Copy { unsigned source, destination; int bytes; unsigned barrier; int block; };  // to the other one
 struct Instruction {
     int columns;
     float* sums[128];
@@ -57,33 +59,43 @@ struct Collective { unsigned addresses[32]; int arrived; };
 struct Routine {
     ucontext_t context;
     int thread;
-    bool ended, for_all, waited;
+    int block;
+    bool ended, for_all, for_cluster, waited;
     unsigned barrier;
     int parity = -1;             // of a barrier that is waited for
     long issued, until;          // instructions; those before `until` are waited for
     std::vector<long> groups;    // their ends, in instructions
     long collectives, syncs;     // of the warp; of the consumer
+    int in_cluster;              // arrivals
     std::vector<long> stores;    // ends of groups of stores
     long begun, stored;          // boxes
     long stores_until;           // those before are waited for
     std::set<unsigned> unseen;   // written to shared memory, not yet visible to the accelerator
 };
 
+struct Block {
+    unsigned char memory[227 << 10] __align__(1024);
+    std::map<unsigned, Barrier> barriers;
+    Multiplier multipliers[3];
+    std::deque<Collective> warps[12];
+    int at_sync;
+} blocks[CLUSTER];
+constexpr unsigned ELSEWHERE = 1u << 28;  // an address in another block has this and its number behind
+
 std::map<const void*, unsigned> addresses;
-std::map<unsigned, Barrier> barriers_at;
 std::vector<Box> fetches;
 std::vector<Store> stores;
-Multiplier multipliers[3];
-std::deque<Collective> warps[12];
+std::vector<Copy> copies;
 std::vector<Routine> routines;
 ucontext_t scheduler;
-int current, at_sync;
+int current, in_cluster;
 std::mt19937 draw;
 
 [[noreturn]] void fail(const char* what) { fprintf(stderr, "%s\n", what); _Exit(1); }
 void rest() { swapcontext(&routines[current].context, &scheduler); }
 Routine& self() { return routines[current]; }
-Multiplier& own() { return multipliers[threadIdx.x / 128 - 1]; }
+Block& here() { return blocks[blockIdx.z]; }
+Multiplier& own() { return here().multipliers[threadIdx.x / 128 - 1]; }
 """
     + WAITS
     + r"""
@@ -113,8 +125,12 @@ unsigned shared_address(const void* pointer) {
     if (pointer == shared) return 0;
     return addresses.try_emplace(pointer, 0x100000 + 8 * addresses.size()).first->second;
 }
-Word& at(unsigned address) { return *reinterpret_cast<Word*>(shared + (address ^ (address >> 7 & 7) << 4)); }
-float value_at(unsigned address) { return __uint_as_float(SIZE == 4 ? at(address) : unsigned(at(address)) << 16); }
+Word& at(unsigned address, const Block& block) {
+    return *(Word*)(block.memory + (address ^ (address >> 7 & 7) << 4));
+}
+float value_at(unsigned address, const Block& block) {
+    return __uint_as_float(SIZE == 4 ? at(address, block) : unsigned(at(address, block)) << 16);
+}
 // What tensor cores take of a value in TF32; they are given no others here.
 float multiplied(float value) {
     const unsigned bits = __float_as_uint(value);
@@ -122,13 +138,31 @@ float multiplied(float value) {
     return value;
 }
 
-void barrier_init(unsigned address, int count) { barriers_at[address] = {count, count, 0, 0}; }
+void barrier_init(unsigned address, int count) { here().barriers[address] = {count, count, 0, 0}; }
 void barrier_init_done() {}
-void barrier_arrive(unsigned address) { arrive(barriers_at.at(address)); }
+void barrier_arrive(unsigned address) { arrive(here().barriers.at(address)); }
 void barrier_arrive_expecting(unsigned address, int bytes) {
-    barriers_at.at(address).bytes += bytes, barrier_arrive(address);
+    here().barriers.at(address).bytes += bytes, barrier_arrive(address);
 }
-void __syncthreads() { ++at_sync, self().for_all = true, rest(), self().for_all = false; }
+void __syncthreads() { ++here().at_sync, self().for_all = true, rest(), self().for_all = false; }
+void __syncwarp() {}
+void cluster_arrive_relaxed() { ++in_cluster, ++self().in_cluster; }
+void cluster_wait() {
+    self().for_cluster = true;
+    rest();
+    self().for_cluster = false;
+}
+unsigned address_in_block(unsigned address, int rank) { return address | ELSEWHERE | unsigned(rank) << 24; }
+Block& elsewhere(unsigned address) {
+    if (!(address & ELSEWHERE) || in_cluster < int(routines.size())) fail("the other block may not have begun");
+    if ((address >> 24 & 15) == unsigned(blockIdx.z)) fail("this is no other block");
+    return blocks[address >> 24 & 15];
+}
+void arrive_in_block(unsigned barrier) { arrive(elsewhere(barrier).barriers.at(barrier & 0xffffff)); }
+void copy_to_block(unsigned destination, unsigned source, int bytes, unsigned barrier) {
+    if (&elsewhere(destination) != &elsewhere(barrier)) fail("who gets it is not told");
+    copies.push_back({source, destination & 0xffffff, bytes, barrier & 0xffffff, blockIdx.z});
+}
 void let_next_kernel_start() {}
 void prefetch_map(const TensorMap&) {}
 void wait_for_earlier_kernels() { self().waited = true; }
@@ -137,22 +171,23 @@ void wait_for_earlier_kernels() { self().waited = true; }
 const unsigned* rows_of_all(unsigned address) {
     const int warp = threadIdx.x / 32 - 4;
     const long number = self().collectives++;
-    if (number == long(warps[warp].size())) warps[warp].push_back({});
-    warps[warp][number].addresses[threadIdx.x % 32] = address, ++warps[warp][number].arrived;
+    std::deque<Collective>& own = here().warps[warp];
+    if (number == long(own.size())) own.push_back({});
+    own[number].addresses[threadIdx.x % 32] = address, ++own[number].arrived;
     rest();
-    return warps[warp][number].addresses;
+    return own[number].addresses;
 }
 void load_matrices(unsigned (&words)[4], unsigned address) {
     const unsigned* const rows = rows_of_all(address);
     const int lane = threadIdx.x % 32;
-    for (int i = 0; i < 4; ++i) memcpy(&words[i], shared + rows[8 * i + lane / 4] + lane % 4 * 4, 4);
+    for (int i = 0; i < 4; ++i) memcpy(&words[i], here().memory + rows[8 * i + lane / 4] + lane % 4 * 4, 4);
 }
 void store_matrices(unsigned address, const unsigned (&words)[4]) {
     const unsigned* const rows = rows_of_all(address);
     const int lane = threadIdx.x % 32;
     for (int i = 0; i < 4; ++i) {
         const unsigned place = rows[8 * i + lane / 4] + lane % 4 * 4;
-        memcpy(shared + place, &words[i], 4);
+        memcpy(here().memory + place, &words[i], 4);
         self().unseen.insert(place);
     }
 }
@@ -187,11 +222,11 @@ void warpgroup_results(float (&)[COUNT]) {}
 template <int COUNT>
 void warpgroup_operands(unsigned long long (&)[COUNT][2]) {}
 // Sums of small integers are exact.
-void compute(Multiplier& multiplier) {
+void compute(Multiplier& multiplier, const Block& block) {
     const Instruction& in = multiplier.instructions.front();
     std::vector<float> a(64 * DEPTH), b(in.columns * DEPTH);
     const auto element = [&](unsigned long long operand, int i) {
-        return value_at(unsigned(operand & 0x3fff) * 16 + i / DEPTH * 128 + i % DEPTH * SIZE);
+        return value_at(unsigned(operand & 0x3fff) * 16 + i / DEPTH * 128 + i % DEPTH * SIZE, block);
     };
     for (int i = 0; i < 64 * DEPTH && !in.a[0]; ++i) a[i] = element(in.a_shared, i);
     for (int thread = 0; thread < 128 && in.a[0]; ++thread) {
@@ -235,8 +270,8 @@ std::vector<float> residual, y, z;
 
 void fetch(unsigned place, std::vector<float> rows, unsigned barrier, int map) {
     if (place % 1024) fail("a swizzle begins here");
-    for (unsigned i = 0; i < rows.size(); ++i) at(place + i * SIZE) = NOTHING;
-    fetches.push_back({place, std::move(rows), barrier, map});
+    for (unsigned i = 0; i < rows.size(); ++i) at(place + i * SIZE, here()) = NOTHING;
+    fetches.push_back({place, std::move(rows), barrier, map, blockIdx.z});
 }
 void fetch_im2col(unsigned place, const TensorMap& map, unsigned barrier, int c, int w, int h, int n, int s, int r) {
     const bool of_shortcut = SHORTCUT > 0 && map.id == ADDED;
@@ -250,7 +285,7 @@ void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int colum
         fetch(place, filter_rows(matrix, count, row, end, columns, column), barrier, map.id);
     };
     if (map.id == FIRST) return box_of(first_filter, MIDDLE, first.K, first.gemm_k);
-    if (map.id == SECOND) return box_of(second_filter, 64, second.K, MIDDLE);
+    if (map.id == SECOND) return box_of(second_filter, 64, second.K, first.K);
     if (map.id == SHORTCUT_FILTERS) return box_of(shortcut_filter, 64, second.K, SHORTCUT);
     if (map.id == NEXT_FILTERS) return box_of(next_filter, MIDDLE, NEXT, second.K);
     if (map.id != ADDED || SHORTCUT > 0 || !self().waited) fail("earlier kernels may not have written the residual");
@@ -261,15 +296,28 @@ void store_box(const TensorMap& map, unsigned place, int column, int row) {
     stores.push_back({place, map.id, column, row, current});
     ++self().begun;
 }
-void store(const Store& box) {
+void see(unsigned place, int bytes, int block) {
     for (const Routine& routine : routines) {
-        const auto next = routine.unseen.lower_bound(box.place);
-        if (next != routine.unseen.end() && *next < box.place + 64 * 128) fail("what is stored is not visible yet");
+        const auto next = routine.unseen.lower_bound(place);
+        const bool unseen = next != routine.unseen.end() && *next < place + bytes;
+        if (routine.block == block && unseen) fail("what is stored is not visible yet");
     }
+}
+void copy(const Copy& of) {
+    see(of.source, of.bytes, of.block);
+    Block& other = blocks[1 - of.block];
+    memcpy(other.memory + of.destination, blocks[of.block].memory + of.source, of.bytes);
+    Barrier& barrier = other.barriers.at(of.barrier);
+    barrier.bytes -= of.bytes;
+    complete(barrier);
+}
+void store(const Store& box) {
+    const Block& block = blocks[routines[box.thread].block];
+    see(box.place, 64 * 128, routines[box.thread].block);
     std::vector<float>& output = box.map == OUTPUTS ? y : z;
     for (int i = 0; i < 64 && box.row + i < second.gemm_m; ++i) {
         float* const row = &output[long(box.row + i) * (box.map == OUTPUTS ? second.K : NEXT) + box.column];
-        for (int k = 0; k < PER_ROW; ++k) row[k] = value_at(box.place + i * 128 + k * SIZE);
+        for (int k = 0; k < PER_ROW; ++k) row[k] = value_at(box.place + i * 128 + k * SIZE, block);
     }
     ++routines[box.thread].stored;
 }
@@ -283,56 +331,70 @@ void run() {
 }
 bool can_go_on(const Routine& routine) {
     if (routine.ended) return false;
-    if (routine.for_all) return at_sync == int(routines.size());
-    if (routine.parity >= 0) return barriers_at.at(routine.barrier).phase % 2 != routine.parity;
+    Block& block = blocks[routine.block];
+    if (routine.for_all) return block.at_sync * CLUSTER == int(routines.size());
+    if (routine.for_cluster) return in_cluster >= routine.in_cluster * int(routines.size());
+    if (routine.parity >= 0) return block.barriers.at(routine.barrier).phase % 2 != routine.parity;
     if (routine.thread < 128) return true;
-    const auto& warp = warps[routine.thread / 32 - 4];
+    const auto& warp = block.warps[routine.thread / 32 - 4];
     if (routine.collectives > 0 && warp[routine.collectives - 1].arrived < 32) return false;
-    const Multiplier& multiplier = multipliers[routine.thread / 128 - 1];
+    const Multiplier& multiplier = block.multipliers[routine.thread / 128 - 1];
     return multiplier.computed >= routine.until && routine.stored >= routine.stores_until &&
            multiplier.synced >= 128 * routine.syncs;
 }
-void block() {
-    const int threads = THREADS - 127;
+void cluster() {
+    const int threads = CLUSTER * (THREADS - 127);
     static std::vector<std::vector<char>> stacks(threads, std::vector<char>(1 << 16));
-    barriers_at.clear(), at_sync = 0;
+    in_cluster = 0;
     routines.assign(threads, {});
     for (int i = 0; i < threads; ++i) {
         Routine& routine = routines[i];
-        routine.thread = i == threads - 1 ? 0 : 128 + i;
+        const int number = i / CLUSTER;
+        routine.block = i % CLUSTER;
+        routine.thread = number == THREADS - 128 ? 0 : 128 + number;
         getcontext(&routine.context);
         routine.context.uc_stack.ss_sp = stacks[i].data();
         routine.context.uc_stack.ss_size = stacks[i].size();
         makecontext(&routine.context, ::run, 0);
     }
-    for (Multiplier& multiplier : multipliers) multiplier = {};
-    for (auto& warp : warps) warp.clear();
-    memset(shared, 0xff, sizeof shared);
-    const int lazy = draw() % 6;  // who is slow: nobody, fetches, stores, one of the consumers, if there are three
+    for (Block& block : blocks) {
+        block.barriers.clear(), block.at_sync = 0;
+        for (Multiplier& multiplier : block.multipliers) multiplier = {};
+        for (auto& warp : block.warps) warp.clear();
+        memset(block.memory, 0xff, sizeof block.memory);
+    }
+    const int lazy = draw() % 8;  // who is slow: nobody, fetches, stores, one of three consumers, copies, a block
     const int slow_map = draw() % (NEXT_OUTPUTS + 1);  // its boxes come after all others, or there are none
     for (;;) {
         std::vector<int> able;
         for (int i = 0; i < threads; ++i) if (can_go_on(routines[i])) able.push_back(i);
-        std::vector<Multiplier*> busy;
-        for (Multiplier& multiplier : multipliers) {
-            const auto& instructions = multiplier.instructions;
-            if (!instructions.empty() && instructions.front().issued == 128) busy.push_back(&multiplier);
+        std::vector<std::pair<Multiplier*, Block*>> busy;
+        for (Block& block : blocks) {
+            for (Multiplier& multiplier : block.multipliers) {
+                const auto& instructions = multiplier.instructions;
+                if (!instructions.empty() && instructions.front().issued == 128) busy.push_back({&multiplier, &block});
+            }
         }
-        if (able.empty() && busy.empty() && fetches.empty() && stores.empty()) break;
+        if (able.empty() && busy.empty() && fetches.empty() && stores.empty() && copies.empty()) break;
         const bool stuck = able.empty() && busy.empty();
         std::vector<int> coming;
-        const bool last = stuck && stores.empty() && std::all_of(fetches.begin(), fetches.end(), [&](const Box& box) {
+        const bool last = stuck && stores.empty() && copies.empty() && std::all_of(fetches.begin(), fetches.end(), [&](const Box& box) {
             return box.map == slow_map;
         });
         for (int i = 0; i < int(fetches.size()); ++i) if (last || fetches[i].map != slow_map) coming.push_back(i);
-        if (!coming.empty() && ((stuck && stores.empty()) || draw() % (lazy == 1 ? 50 : 3) == 0)) {
+        if (!coming.empty() && ((stuck && stores.empty() && copies.empty()) || draw() % (lazy == 1 ? 50 : 3) == 0)) {
             const int number = coming[draw() % coming.size()];
             const Box box = std::move(fetches[number]);
             fetches.erase(fetches.begin() + number);
-            for (unsigned i = 0; i < box.rows.size(); ++i) at(box.place + i * SIZE) = bits_of(box.rows[i]);
-            Barrier& barrier = barriers_at.at(box.barrier);
+            Block& block = blocks[box.block];
+            for (unsigned i = 0; i < box.rows.size(); ++i) at(box.place + i * SIZE, block) = bits_of(box.rows[i]);
+            Barrier& barrier = block.barriers.at(box.barrier);
             barrier.bytes -= box.rows.size() * SIZE;
             complete(barrier);
+        } else if (!copies.empty() && ((stuck && stores.empty()) || draw() % (lazy == 6 ? 50 : 3) == 0)) {
+            const int number = draw() % copies.size();
+            copy(copies[number]);
+            copies.erase(copies.begin() + number);
         } else if (!stores.empty() && (stuck || draw() % (lazy == 2 ? 50 : 3) == 0)) {
             // Those of one thread in their order, as it waits for the oldest.
             int number = draw() % stores.size();
@@ -340,13 +402,14 @@ void block() {
             store(stores[number]);
             stores.erase(stores.begin() + number);
         } else if (!busy.empty() && (able.empty() || draw() % 4 == 0)) {
-            compute(*busy[draw() % busy.size()]);
+            const auto& [multiplier, block] = busy[draw() % busy.size()];
+            compute(*multiplier, *block);
         } else {
             // Most go on at once, so that runs are short; a slow consumer seldom does.
             for (int i : able) {
-                const bool slow = lazy >= 3 && routines[i].thread / 128 == lazy - 2;
+                const bool slow = lazy == 7 ? routines[i].block > 0 : lazy >= 3 && routines[i].thread / 128 == lazy - 2;
                 if (draw() % (slow ? 8 : 2)) continue;
-                current = i, threadIdx.x = routines[i].thread;
+                current = i, threadIdx.x = routines[i].thread, blockIdx.z = routines[i].block;
                 swapcontext(&scheduler, &routines[i].context);
             }
         }
@@ -362,14 +425,14 @@ int main(int, char** arguments) {
     draw.seed(head[0]), gridDim.x = head[1], with_biases = head[2], in_place = head[3], next_relu = head[4];
     const long outputs = long(second.gemm_m) * second.K;
     read(x, long(first.N) * first.H * first.W * first.C), read(first_filter, long(first.K) * first.gemm_k);
-    read(second_filter, long(second.K) * MIDDLE);
+    read(second_filter, long(second.K) * first.K);
     read(first_bias, first.K), read(second_bias, second.K), read(residual, outputs);
     read(next_filter, long(NEXT) * second.K), read(next_bias, NEXT);
     if (SHORTCUT > 0) read(x0, long(first.N) * shortcut_alone.H * shortcut_alone.W * SHORTCUT);
     read(shortcut_filter, long(second.K) * SHORTCUT);
     y = residual, z.assign(long(second.gemm_m) * NEXT, NAN);
     if (!in_place) for (float& value : y) value = NAN;
-    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) block();
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) cluster();
     fwrite(y.data(), 4, outputs, stdout);
     fwrite(z.data(), 4, z.size(), stdout);
 }

@@ -192,11 +192,12 @@ class BackToBackConfig:
     Args:
         precision: name of the arithmetic.
         tile_m: pixels per tile, 64 for each consumer, of which there are up to three.
-        mid_channels: filters of the first convolution, all of which a tile has.
+        mid_channels: filters of the first convolution.
         pixel_stages: slices of the input, or of the residual and then the output, in shared memory.
         filter_stages: slices of any filter.
         next_channels: filters of a third convolution, the next bottleneck's first; 0: there is none.
         shortcut_channels: of the input of a shortcut, all of which a tile has; 0: there is a residual.
+        cluster_size: blocks that share a tile, each with as many of the filters of both convolutions: 1 or 2.
     """
 
     precision: str
@@ -206,6 +207,7 @@ class BackToBackConfig:
     filter_stages: int
     next_channels: int = 0
     shortcut_channels: int = 0
+    cluster_size: int = 1
 
     ROW_BYTES = 128
     SECOND = 64
@@ -224,23 +226,31 @@ class BackToBackConfig:
     @property
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory per block."""
-        pixels = self.pixel_stages + self.shortcut_channels * PRECISIONS[self.precision].element_size // self.ROW_BYTES
-        return (pixels * self.tile_m + self.filter_stages * self.mid_channels) * self.ROW_BYTES
+        staying = self.shortcut_channels + self.mid_channels - self.block_channels
+        pixels = self.pixel_stages + staying * PRECISIONS[self.precision].element_size // self.ROW_BYTES
+        return (pixels * self.tile_m + self.filter_stages * self.block_channels) * self.ROW_BYTES
+
+    @property
+    def block_channels(self) -> int:
+        """Filters of the first convolution that a block has."""
+        return self.mid_channels // self.cluster_size
 
     def defines(self) -> dict[str, int | str]:
         return {
             "ELEMENT": PRECISIONS[self.precision].element,
             "TILE_M": self.tile_m,
-            "MIDDLE": self.mid_channels,
+            "MIDDLE": self.block_channels,
             "PIXEL_STAGES": self.pixel_stages,
             "FILTER_STAGES": self.filter_stages,
             "NEXT": self.next_channels,
             "SHORTCUT": self.shortcut_channels,
+            "CLUSTER": self.cluster_size,
         }
 
     def __str__(self) -> str:
         behind = f" and {self.next_channels}" if self.next_channels else ""
-        return f"{self.tile_m}×{self.mid_channels}{behind}, {self.pixel_stages} and {self.filter_stages} stages"
+        text = f"{self.tile_m}×{self.mid_channels}{behind}, {self.pixel_stages} and {self.filter_stages} stages"
+        return f"{text}, {self.cluster_size} blocks a tile" if self.cluster_size > 1 else text
 
 
 WGMMA_TILES = ((128, 128, 5), (128, 64, 8), (64, 256, 4), (64, 128, 8), (64, 64, 10))

@@ -13,27 +13,31 @@ struct Maps {
 struct Work {
     int tiles, slices;   // of the output; of the first product's depth
     bool resident;       // all filters have room as a whole: they are fetched once
-    unsigned pixels, filters, shortcut;  // where the stages, and the shortcut's pixels, begin
+    unsigned pixels, filters, staying;  // where the stages, and what stays for a tile, begin
 
     __device__ __forceinline__ Work(const Conv2dParams& first, const Conv2dParams& second, unsigned shared)
         : tiles((first.gemm_m + TILE_M - 1) / TILE_M),
           slices(first.R * first.S * (first.C / SLICE)),
-          resident(slices + second.K / COLUMNS * (SECOND_STAGES + (NEXT ? PARTS * SLICES : 0)) <= FILTER_STAGES),
+          resident(slices + second.K / CLUSTER / COLUMNS * (SECOND_STAGES + (NEXT ? PARTS * SLICES : 0)) <= FILTER_STAGES),
           pixels(shared),
           filters(pixels + PIXEL_STAGES * PIXEL_BYTES),
-          shortcut(filters + FILTER_STAGES * FILTER_BYTES) {}
+          staying(filters + FILTER_STAGES * FILTER_BYTES) {}
+    // Of this block among those that share its tiles.
+    __device__ __forceinline__ static int rank() { return CLUSTER > 1 ? blockIdx.z : 0; }
     __device__ __forceinline__ unsigned pixel_stage(int stage) const { return pixels + stage * PIXEL_BYTES; }
     __device__ __forceinline__ unsigned filter_stage(int stage) const { return filters + stage * FILTER_BYTES; }
 };
 
-// Asks for COLUMNS of the second filter and of the shortcut's, SLICE of whose depth are a box.
+// Asks for COLUMNS of the second filter, and of the shortcut's, SLICE of whose depth are a box: first those of the channels that
+// this block has.
 __device__ __forceinline__ void fetch_second(const Maps& maps, Barriers& barriers, const Work& work, Place& filter, int k) {
-    for (int depth = 0; depth < MIDDLE + SHORTCUT; depth += SECOND_BOXES * SLICE) {
+    for (int depth = 0; depth < MIDDLE + STAYING; depth += SECOND_BOXES * SLICE) {
         const unsigned full = claim(barriers.filters, filter, FILTER_BYTES);
-        const bool second = depth < MIDDLE;
+        const bool of_shortcut = SHORTCUT && depth >= MIDDLE;
+        const int column = of_shortcut ? depth - MIDDLE : depth ^ work.rank() * MIDDLE;
         for (int i = 0; i < SECOND_BOXES; ++i) {
-            fetch_box(work.filter_stage(filter.stage) + i * SECOND_BOX_BYTES, second ? maps.second : maps.shortcut, full,
-                      (second ? depth : depth - MIDDLE) + i * SLICE, k);
+            fetch_box(work.filter_stage(filter.stage) + i * SECOND_BOX_BYTES, of_shortcut ? maps.shortcut : maps.second, full,
+                      column + i * SLICE, k);
         }
         filter.next(FILTER_STAGES);
     }
@@ -67,7 +71,7 @@ __device__ __forceinline__ void produce(const Maps& maps, Barriers& barriers, co
                 for (int c = 0; c < first.C; c += SLICE, depth += SLICE) {
                     if (with_filters) {
                         const unsigned full = claim(barriers.filters, filter, FILTER_BYTES);
-                        fetch_box(work.filter_stage(filter.stage), maps.first, full, depth, 0);
+                        fetch_box(work.filter_stage(filter.stage), maps.first, full, depth, work.rank() * MIDDLE);
                         filter.next(FILTER_STAGES);
                     }
                     const unsigned full = claim(barriers.pixels, pixel, PIXEL_BYTES);
@@ -80,14 +84,19 @@ __device__ __forceinline__ void produce(const Maps& maps, Barriers& barriers, co
         if constexpr (SHORTCUT > 0) {
             const unsigned full = claim(barriers.shortcut, shortcut, SHORTCUT / SLICE * PIXEL_BYTES);
             for (int i = 0; i < SHORTCUT / SLICE; ++i) {
-                fetch_im2col(work.shortcut + i * PIXEL_BYTES, maps.added, full, i * SLICE, begin.q * second.shortcut_stride,
+                fetch_im2col(work.staying + i * PIXEL_BYTES, maps.added, full, i * SLICE, begin.q * second.shortcut_stride,
                              begin.p * second.shortcut_stride, begin.n, 0, 0);
             }
             shortcut.next(1);
         }
-        for (int k = 0; k < second.K; k += COLUMNS) {
+        for (int i = 0; CLUSTER > 1 && i < MIDDLE / SLICE; ++i) {  // nothing comes into what is sent to the other block
+            claim(barriers.pixels, pixel, 0);
+            pixel.next(PIXEL_STAGES);
+        }
+        const int columns = second.K / CLUSTER, first_column = work.rank() * columns;
+        for (int k = first_column; k < first_column + columns; k += COLUMNS) {
             if (with_filters) fetch_second(maps, barriers, work, filter, k);
-            for (int slice = 0; slice < SLICES; ++slice) {  // without a residual nothing comes into what results leave from
+            for (int slice = 0; slice < SLICES; ++slice) {  // nor, without a residual, into what results leave from
                 const unsigned full = claim(barriers.pixels, pixel, SHORTCUT ? 0 : PIXEL_BYTES);
                 if (!SHORTCUT) fetch_box(work.pixel_stage(pixel.stage), maps.added, full, k + slice * SLICE, m0);
                 pixel.next(PIXEL_STAGES);
