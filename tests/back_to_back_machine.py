@@ -378,11 +378,12 @@ void cluster() {
         if (able.empty() && busy.empty() && fetches.empty() && stores.empty() && copies.empty()) break;
         const bool stuck = able.empty() && busy.empty();
         std::vector<int> coming;
-        const bool last = stuck && stores.empty() && copies.empty() && std::all_of(fetches.begin(), fetches.end(), [&](const Box& box) {
+        const bool only_fetches = stuck && stores.empty() && copies.empty();
+        const bool last = only_fetches && std::all_of(fetches.begin(), fetches.end(), [&](const Box& box) {
             return box.map == slow_map;
         });
         for (int i = 0; i < int(fetches.size()); ++i) if (last || fetches[i].map != slow_map) coming.push_back(i);
-        if (!coming.empty() && ((stuck && stores.empty() && copies.empty()) || draw() % (lazy == 1 ? 50 : 3) == 0)) {
+        if (!coming.empty() && (only_fetches || draw() % (lazy == 1 ? 50 : 3) == 0)) {
             const int number = coming[draw() % coming.size()];
             const Box box = std::move(fetches[number]);
             fetches.erase(fetches.begin() + number);
@@ -407,8 +408,9 @@ void cluster() {
         } else {
             // Most go on at once, so that runs are short; a slow consumer seldom does.
             for (int i : able) {
-                const bool slow = lazy == 7 ? routines[i].block > 0 : lazy >= 3 && routines[i].thread / 128 == lazy - 2;
-                if (draw() % (slow ? 8 : 2)) continue;
+                const bool slow = lazy >= 3 && routines[i].thread / 128 == lazy - 2;
+                const bool slow_block = lazy == 7 && routines[i].block > 0;
+                if (draw() % (slow_block ? 40 : slow ? 8 : 2)) continue;
                 current = i, threadIdx.x = routines[i].thread, blockIdx.z = routines[i].block;
                 swapcontext(&scheduler, &routines[i].context);
             }

@@ -107,6 +107,8 @@ def test_it_solves_bottlenecks(precision: str, changes: dict[str, int], K: int) 
     assert supports_back_to_back(pair, H100) == (True, "")
     candidates = back_to_back_candidates(pair, H100)
     tiles = {64: (192, 64), 128: (128, 64) if precision == "tf32" else (192, 128, 64), 256: (128, 64)}[first.K]
+    if first.K == 256 and K % 256 == 0 and precision != "tf32":
+        tiles += (192,)  # of two blocks
     assert [(c.precision, c.mid_channels, c.tile_m) for c in candidates] == [(precision, first.K, m) for m in tiles]
 
 
@@ -179,6 +181,10 @@ def test_it_is_compiled_in_every_form_for_nothing_but_sm_90a() -> None:
         assert kernel.min_arch_of(defines) == "sm_90a"
 
 
+REGISTERS = "CONSUMERS == 1 || 128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536"
+"""One consumer has enough, and nothing is given back."""
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.precision} {config}")
 def test_the_launch_agrees_with_the_kernels_constants(config: BackToBackConfig) -> None:
     """By NVRTC, which is given the kernel's declarations with assertions in place of the kernel."""
@@ -190,7 +196,7 @@ def test_the_launch_agrees_with_the_kernels_constants(config: BackToBackConfig) 
         "SLICE * sizeof(ELEMENT)": config.ROW_BYTES,
         "COLUMNS": config.SECOND,
         "SLICES * SLICE": config.SECOND,
-        "(PIXEL_STAGES + SHORTCUT / SLICE) * PIXEL_BYTES + FILTER_STAGES * FILTER_BYTES": config.shared_memory,
+        "(PIXEL_STAGES + STAYING / SLICE) * PIXEL_BYTES + FILTER_STAGES * FILTER_BYTES": config.shared_memory,
         "SECOND_BOXES * SECOND_BOX_BYTES": "FILTER_BYTES",
         "CONSUMERS * CONSUMER_BYTES": "PIXEL_BYTES",
         "sizeof(TensorMap)": tensor_maps.BYTES,
@@ -198,7 +204,7 @@ def test_the_launch_agrees_with_the_kernels_constants(config: BackToBackConfig) 
         "SECOND_BOX_BYTES % 1024": 0,
         "FILTER_BYTES % 1024": 0,
     }
-    assert_constants(NAME, config.defines(), fixed, f"sizeof(Barriers) <= {STATIC_SHARED}")
+    assert_constants(NAME, config.defines(), fixed, f"sizeof(Barriers) <= {STATIC_SHARED}", REGISTERS)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.precision} {config}")
@@ -242,16 +248,6 @@ def test_a_block_has_the_registers_that_its_warpgroups_share(
     assert not used.spills
     assert used.shared_memory <= STATIC_SHARED
     assert used.registers * config.threads <= 65536
-    if config.consumers > 1:  # one consumer has enough, and nothing is given back
-        of_consumers = rf"if \(CONSUMERS == {config.consumers}\) asm volatile"
-        text = load_program(find_kernel(NAME)).text
-        ways = (
-            re.findall(rf'{of_consumers}\("setmaxnreg\.{way}\.sync\.aligned\.u32 (\d+);', text)
-            for way in ("dec", "inc")
-        )
-        (producer,), (consumer,) = ways
-        assert int(producer) < used.registers < int(consumer)
-        assert 128 * (int(producer) + config.consumers * int(consumer)) <= used.registers * config.threads
 
 
 # The launch ---------------------------------------------------------------------------------------------------------
@@ -297,20 +293,21 @@ def test_the_launch(
     launches: list[tuple[Any, ...]], config: BackToBackConfig, biases: tuple[Any, Any], relus: tuple[bool, bool]
 ) -> None:
     first = replace(PLAIN, C=128, K=config.mid_channels, S=2, stride_h=2, precision=config.precision)
-    pair = Conv2dPair(first, 384)
+    pair = Conv2dPair(first, 512)
     second = pair.second
     launch_back_to_back(pair, named_operands(biases, relus), config)
-    ((kernel, _, block, arguments, options),) = launches
+    ((kernel, grid, block, arguments, options),) = launches
     assert kernel == (NAME, config.defines())
     assert block == (config.threads,)
+    assert grid[1:] == (1, config.cluster_size)
     assert options == {"shared": config.shared_memory, "waits": True}
     given = dict(zip(PARAMETERS, arguments, strict=True))
     assert given["pixels"] == ("im2col_map", first, "x", config.tile_m)
-    assert given["first_filters"] == ("matrix_map", first, "first", 3 * 2 * 128, config.mid_channels)
+    assert given["first_filters"] == ("matrix_map", first, "first", 3 * 2 * 128, config.block_channels)
     assert given["second_filters"] == ("matrix_map", second, "second", config.mid_channels, 64)
     assert given["shortcut_filters"] is tensor_maps.NONE
-    assert given["added"] == ("matrix_map", second, "residual", 384, config.tile_m, ("factor", False))
-    assert given["outputs"] == ("matrix_map", second, "y", 384, 64, ("factor", False))
+    assert given["added"] == ("matrix_map", second, "residual", 512, config.tile_m, ("factor", False))
+    assert given["outputs"] == ("matrix_map", second, "y", 512, 64, ("factor", False))
     assert (given["first_bias"], given["second_bias"]) == tuple(NULL if bias is None else bias for bias in biases)
     assert given["next_filters"] is given["next_outputs"] is tensor_maps.NONE
     assert (given["next_bias"], given["next_relu"]) == (NULL, 0)

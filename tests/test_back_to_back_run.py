@@ -30,7 +30,7 @@ SHAPES = {
 FORMS = {
     f"{'TF32 ' * (config.precision == 'tf32')}{config.tile_m}x{config.mid_channels}": config.defines()
     for config in configurations()
-    if config.precision != "fp16" and not config.next_channels and not config.shortcut_channels
+    if config.precision != "fp16" and config.next_channels == config.shortcut_channels == 0 and config.cluster_size == 1
 }
 NARROW: Defines = {**FORMS["128x128"], "MIDDLE": 64, "FILTER_STAGES": 13}
 FORMS["few_stages"] = {**NARROW, "PIXEL_STAGES": 2, "FILTER_STAGES": 2}

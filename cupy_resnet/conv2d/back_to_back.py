@@ -149,6 +149,7 @@ def back_to_back_candidates(pair: Conv2dPair, device: Device) -> Sequence[BackTo
         config
         for config in configs.BACK_TO_BACK
         if (config.precision, config.mid_channels, config.next_channels, config.shortcut_channels) == wanted
+        and pair.K % (2 * config.SECOND * config.cluster_size) == 0
     ]
 
 
@@ -186,7 +187,7 @@ def launch_back_to_back(pair: Conv2dPair, operands: BackToBackOperands, config: 
         )
     arguments = (
         tensor_maps.im2col_map(first, operands.x, config.tile_m),
-        tensor_maps.matrix_map(first, first_filter, first.gemm_k, config.mid_channels),
+        tensor_maps.matrix_map(first, first_filter, first.gemm_k, config.block_channels),
         tensor_maps.matrix_map(second, second_filter, second.gemm_k, config.SECOND),
         *added_maps,
         tensor_maps.matrix_map(second, operands.y, second.K, config.tile_m // config.consumers, factor=False),
@@ -196,7 +197,7 @@ def launch_back_to_back(pair: Conv2dPair, operands: BackToBackOperands, config: 
         conv2d_params(second, operands.relus[1]),
         np.int32(next_relu),
     )
-    grid = (min(blocks(first.gemm_m, config.tile_m), multiprocessors()),)
+    grid = (min(blocks(first.gemm_m, config.tile_m), multiprocessors() // config.cluster_size), 1, config.cluster_size)
     jit.launch(kernel, grid, (config.threads,), arguments, shared=config.shared_memory, waits=True)
 
 

@@ -329,10 +329,12 @@ BACK_TO_BACK_TILES = (
     (64, 64, 7, 21, 128),
     (192, 64, 6, 7, 64, 64),
     (64, 64, 10, 17, 64, 64),
+    (192, 256, 4, 5, 0, 0, 2),
 )
-"""(tile_m, mid_channels, pixel_stages, filter_stages, next_channels, shortcut_channels) of 2-byte elements: as many
-stages as there is room for. 13 hold both filters where 64 of 3×3 over 64 channels have 256 behind them: they are
-fetched once. Where more is behind these, tiles of 192 pixels are faster with stages for pixels than for filters."""
+"""(tile_m, mid_channels, pixel_stages, filter_stages, next_channels, shortcut_channels, cluster_size), elements of 2
+bytes: as many stages as there is room for. 13 hold both filters where 64 of 3×3 over 64 channels have 256 behind them:
+they are fetched once. Where more is behind these, tiles of 192 pixels are faster with stages for pixels than for filters.
+"""
 
 BACK_TO_BACK_TF32_TILES = (
     (128, 256, 6, 4),

@@ -212,13 +212,14 @@ def back_to_back_microseconds(pair: Conv2dPair, device: Device, config: BackToBa
     wait for filters as long. What begins a product takes longer where a third consumer waits for the tensor cores.
     """
     pixels = pair.first.gemm_m
-    operations = pair.flops / max(pixels, 1) * config.tile_m
+    operations = pair.flops / max(pixels, 1) * config.tile_m / config.cluster_size
     rate = BACK_TO_BACK_TFLOPS * 1e6 * 2 / pair.first.arithmetic.element_size
     begin = BACK_TO_BACK_PRODUCT_MICROSECONDS * max(2, config.consumers) / 2
     per_tile = operations * 132 / rate + len(pair.parts) * begin
     residual = 0 if pair.shortcut_channels else pixels * pair.K * pair.first.arithmetic.element_size
     memory = (pair.bytes + residual) / BACK_TO_BACK_BANDWIDTH
-    return max(_ceil(_ceil(pixels, config.tile_m), device.sm_count) * per_tile, memory) + LAUNCH_MICROSECONDS
+    at_a_time = device.sm_count // config.cluster_size
+    return max(_ceil(_ceil(pixels, config.tile_m), at_a_time) * per_tile, memory) + LAUNCH_MICROSECONDS
 
 
 def _efficiency(problem: Conv2dProblem, config: configs.MmaConfig | configs.WmmaConfig) -> float:

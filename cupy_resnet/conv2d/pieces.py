@@ -56,8 +56,10 @@ def cheapest(pair: Conv2dPair, device: Device) -> BackToBackConfig | None:
 
 
 def tiles_if_few(pair: Conv2dPair, device: Device, config: BackToBackConfig) -> int | None:
-    """Returns the number of tiles where it is too small for the cost model to be asked, else None."""
-    tiles = -(-pair.first.gemm_m // config.tile_m)
+    """Returns the number of blocks that have a tile, or a part of one, where it is too small for the cost model to be
+    asked, else None.
+    """
+    tiles = -(-pair.first.gemm_m // config.tile_m) * config.cluster_size
     return tiles if tiles < LEAST_SHARE * device.sm_count else None
 
 
