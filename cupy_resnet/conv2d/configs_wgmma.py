@@ -333,7 +333,7 @@ BACK_TO_BACK_TILES = (
 )
 """(tile_m, mid_channels, pixel_stages, filter_stages, next_channels, shortcut_channels, cluster_size), elements of 2
 bytes: as many stages as there is room for. 13 hold both filters where 64 of 3×3 over 64 channels have 256 behind them:
-they are fetched once. Where more is behind these, tiles of 192 pixels are faster with stages for pixels than for filters.
+they are fetched once. Where more is behind these, tiles of 192 pixels do better with stages for pixels.
 """
 
 BACK_TO_BACK_TF32_TILES = (
