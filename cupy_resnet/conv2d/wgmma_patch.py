@@ -167,9 +167,17 @@ class WgmmaPatch(HopperVariant):
             if config.precision == problem.precision:
                 slices = config.split_k_slices
                 tile = patch_tile(problem, config.pixels, device.shared_memory_per_block, slices)
-                if tile is not None and (slices == 1 or shares_well(problem, device, tile, config)):
+                if tile is not None and (slices == 1 or self._shares_well(problem, device, tile, config)):
                     narrowest[tile.images, tile.rows, slices] = config
         return list(narrowest.values())
+
+    @staticmethod
+    def _shares_well(problem: Conv2dProblem, device: Device, tile: PatchTile, config: configs.WgmmaPatchConfig) -> bool:
+        """Whether conv2d_wgmma_patch_split_k solves a problem, with a slice of channels for each block that shares a
+        tile, and no more blocks than run at a time.
+        """
+        slices = problem.C // config.channels
+        return splits_well(problem, config, slices, tile_count(problem, tile), device.sm_count)
 
     def launch(self, problem: Conv2dProblem, operands: Operands, config: configs.WgmmaPatchConfig) -> None:
         kernel = jit.get_function(config.source, defines=config.defines())
@@ -200,14 +208,6 @@ class WgmmaPatch(HopperVariant):
             grid = (min(tiles, multiprocessors()),)
             arguments = (*factors, residuals, outputs, *described)
         jit.launch(kernel, grid, (config.threads,), arguments, shared=tile.shared_memory, waits=True)
-
-
-def shares_well(problem: Conv2dProblem, device: Device, tile: PatchTile, config: configs.WgmmaPatchConfig) -> bool:
-    """Whether conv2d_wgmma_patch_split_k solves a problem, with a slice of channels for each block that shares a tile,
-    and no more blocks than run at a time.
-    """
-    slices = problem.C // config.channels
-    return splits_well(problem, config, slices, tile_count(problem, tile), device.sm_count)
 
 
 def tile_count(problem: Conv2dProblem, tile: PatchTile) -> int:
