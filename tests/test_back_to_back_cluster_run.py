@@ -3,13 +3,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 from back_to_back_host import host_source
 from test_back_to_back_run import PLAIN, is_right
-from wgmma_host import COMPILER, Program, build, wrong_programs
+from wgmma_host import COMPILER, Program, programs, wrong_programs
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.back_to_back import configurations
@@ -37,12 +36,7 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
-    """Compiles a form when it is first asked for: each of several processes has only some."""
-    assert COMPILER is not None
-    compiler, folder = COMPILER, tmp_path_factory.mktemp("host")
-    return cache(lambda name: build(compiler, folder, host_source().text(), name, FORMS[name]))
+program = programs(host_source, FORMS)
 
 
 def of_form(form: dict[str, Any], first: Conv2dProblem) -> Conv2dProblem:

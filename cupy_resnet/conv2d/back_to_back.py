@@ -89,10 +89,7 @@ def supports_back_to_back(pair: Conv2dPair, device: Device) -> Support:
     """Whether the kernel computes all convolutions of `pair` on `device`, and if not, why."""
     first, second = pair.first, pair.second
     if first.precision not in PRECISION_NAMES:
-        return (
-            False,
-            f"computes in {', '.join(PRECISION_NAMES[:-1])} or {PRECISION_NAMES[-1]}, not in {first.precision}",
-        )
+        return False, f"computes in {_alternatives(PRECISION_NAMES)}, not in {first.precision}"
     supported, why_not = _FIRST.supports(first, device)
     if not supported:
         return False, why_not
@@ -134,9 +131,9 @@ def _supports_shortcut(pair: Conv2dPair, device: Device, forms: Sequence[BackToB
     return _FIRST.supports(pair.second, device)
 
 
-def _alternatives(counts: Sequence[int]) -> str:
+def _alternatives(values: Sequence[object]) -> str:
     """As text."""
-    *others, last = map(str, counts)
+    *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last
 
 
