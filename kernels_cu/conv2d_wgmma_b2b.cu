@@ -54,8 +54,11 @@
 #endif
 
 constexpr int WARPGROUP = 128, CONSUMERS = TILE_M / 64, THREADS = WARPGROUP * (1 + CONSUMERS);
-// Of a thread, where a producer's are given to consumers; all have as many at first, those of one consumer are enough.
-constexpr int CONSUMER_REGISTERS = CONSUMERS < 3 ? 232 : NEXT ? 160 : 152, PRODUCER_REGISTERS = CONSUMERS == 3 && NEXT ? 32 : 48;
+// Of a thread: all have as many at first, and where there are several consumers the producer gives them what it has to spare.
+// Together they may not have more than a block is given, or consumers wait for ever.
+constexpr int REGISTERS = 65536 / THREADS / 8 * 8;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? (NEXT ? 160 : 152) : CLUSTER > 1 ? 224 : 232;
+constexpr int PRODUCER_REGISTERS = (1 + CONSUMERS) * REGISTERS - CONSUMERS * CONSUMER_REGISTERS;
 constexpr int ROW_BYTES = 128, SLICE = ROW_BYTES / static_cast<int>(sizeof(ELEMENT));  // channels, or columns of the output
 constexpr int PIXEL_BYTES = TILE_M * ROW_BYTES, CONSUMER_BYTES = 64 * ROW_BYTES, FILTER_BYTES = MIDDLE * ROW_BYTES;
 constexpr int COLUMNS = 64, SLICES = COLUMNS / SLICE;  // of the output, multiplied at a time; stages that they leave from
@@ -431,12 +434,12 @@ extern "C" __global__ void IN_A_CLUSTER __launch_bounds__(THREADS, 1)
     wait_for_earlier_kernels();
     if (CLUSTER > 1) cluster_wait();  // the other block's barriers are there
     if (warpgroup == 0) {
-        if (CONSUMERS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if constexpr (CONSUMERS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (threadIdx.x == 0) produce(maps, barriers, work, first, second);
         if constexpr (CLUSTER > 1) end_cluster();
         return;
     }
-    if (CONSUMERS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+    if constexpr (CONSUMERS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     Consumer consumer{maps, barriers, work, warpgroup - 1, threadIdx.x % WARPGROUP == 0, {0, 0}, {0, 0}, {0, 0}, 0, 0, -1};
     const unsigned first_floor = floor_word(first.relu, ELEMENT{}), second_floor = floor_word(second.relu, ELEMENT{});
     const unsigned next_floor = floor_word(next_relu, ELEMENT{});
