@@ -57,7 +57,7 @@ constexpr int WARPGROUP = 128, CONSUMERS = TILE_M / 64, THREADS = WARPGROUP * (1
 // Of a thread: all have as many at first, and where there are several consumers the producer gives them what it has to spare.
 // Together they may not have more than a block is given, or consumers wait for ever.
 constexpr int REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? (NEXT ? 160 : 152) : CLUSTER > 1 ? 224 : 232;
+constexpr int CONSUMER_REGISTERS = CONSUMERS < 3 ? 232 : CLUSTER > 1 ? 152 : 160;
 constexpr int PRODUCER_REGISTERS = (1 + CONSUMERS) * REGISTERS - CONSUMERS * CONSUMER_REGISTERS;
 constexpr int ROW_BYTES = 128, SLICE = ROW_BYTES / static_cast<int>(sizeof(ELEMENT));  // channels, or columns of the output
 constexpr int PIXEL_BYTES = TILE_M * ROW_BYTES, CONSUMER_BYTES = 64 * ROW_BYTES, FILTER_BYTES = MIDDLE * ROW_BYTES;

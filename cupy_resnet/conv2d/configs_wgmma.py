@@ -330,7 +330,6 @@ BACK_TO_BACK_TILES = (
     (192, 64, 6, 7, 64, 64),
     (64, 64, 10, 17, 64, 64),
     (192, 256, 4, 5, 0, 0, 2),
-    (128, 256, 6, 6, 0, 0, 2),
 )
 """(tile_m, mid_channels, pixel_stages, filter_stages, next_channels, shortcut_channels, cluster_size), elements of 2
 bytes: as many stages as there is room for. 13 hold both filters where 64 of 3×3 over 64 channels have 256 behind them:

@@ -29,6 +29,7 @@ from cupy_resnet.conv2d.back_to_back import (
     BackToBackOperands,
     Following,
     back_to_back_candidates,
+    configurations,
     launch_back_to_back,
 )
 from cupy_resnet.conv2d.stem import pooled_shape
@@ -166,15 +167,16 @@ def launch_back_to_backs() -> None:
     import cupy
 
     device = describe_device(cupy.cuda.runtime.getDevice())
+    launched = set()
     for precision in ("fp16", "bf16", "tf32"):
         for K in (64, 128, 256):
             first = replace(WIDE, K=K, N=3, precision=precision)
-            pair = Conv2dPair(first, 128)
+            pair = Conv2dPair(first, max(K, 128))
             second = pair.second
             storage = first.arithmetic.storage
             x, residual = numbers(first.input_shape, storage), numbers(second.output_shape, storage)
             filters = Filter(numbers(first.filter_shape, storage)), Filter(numbers(second.filter_shape, storage))
-            biases = numbers((K,), np.float32), numbers((128,), np.float32)
+            biases = numbers((K,), np.float32), numbers((pair.K,), np.float32)
             adding = replace(pair, shortcut_channels=K, shortcut_stride=2, following=K)
             alone = adding.second.shortcut_alone()
             shortcut = Shortcut(numbers(alone.input_shape, storage), Filter(numbers(alone.filter_shape, storage)))
@@ -190,6 +192,8 @@ def launch_back_to_backs() -> None:
                             z = cupy.empty(whole.third.output_shape, storage)
                             operands = operands._replace(following=Following(third, bias, True, z))
                         launch_back_to_back(whole, operands, config)
+                    launched.add(config)
+    assert launched == set(configurations()), "the shapes leave out a form"
 
 
 def launch_stems() -> None:
