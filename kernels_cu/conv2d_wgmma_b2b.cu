@@ -263,12 +263,13 @@ struct Consumer {
 
     // Finishes columns k … k + COLUMNS − 1 of the output: bias, residual, ReLU. The results take the residual's place, or one
     // that the producer leaves empty, and begin to be stored; `finished` has them as well, as what instructions take of COLUMNS
-    // channels.
-    __device__ __forceinline__ void finish_second(const float (&sums)[COLUMNS / 2], const float2 (&biases)[COLUMNS / 8],
+    // channels. `biases` are those of the first slice.
+    __device__ __forceinline__ void finish_second(const float (&sums)[COLUMNS / 2], float2 (&biases)[SLICE / 8],
                                                   unsigned long long (&finished)[COLUMNS / STEP][2], int k, int m0,
-                                                  unsigned floor) {
+                                                  const float* bias, unsigned floor) {
 #pragma unroll
         for (int slice = 0; slice < SLICES; ++slice) {
+            if (slice > 0) load_biases_of_matrices<ELEMENT>(biases, bias, k + slice * SLICE);
             const unsigned place = corner(pixel.stage);
             wait_until_full(barriers.pixels, pixel);
             unsigned words[STEPS][4];
@@ -279,7 +280,7 @@ struct Consumer {
 #pragma unroll
             for (int j = 0; j < STEPS; ++j) {
                 const int step = slice * STEPS + j;
-                finish_matrices<ELEMENT, SHORTCUT == 0>(words[j], &sums[step * STEP / 2], &biases[step * STEP / 8], floor);
+                finish_matrices<ELEMENT, SHORTCUT == 0>(words[j], &sums[step * STEP / 2], &biases[j * STEP / 8], floor);
                 store_matrices(place ^ j * 32, words[j]);
                 to_operand(finished[step], words[j]);
             }
@@ -290,14 +291,14 @@ struct Consumer {
     // Waits for the products that were begun, but for the PENDING newest, and finishes their columns.
     template <int PENDING>
     __device__ __forceinline__ void end_second(float (&sums)[COLUMNS / 2], int k, int m0, const float* bias, unsigned floor) {
-        float2 biases[COLUMNS / 8];
+        float2 biases[SLICE / 8];
         load_biases_of_matrices<ELEMENT>(biases, bias, k);
         warpgroup_wait<PENDING>();
         warpgroup_results(sums);
 #pragma unroll
         for (int stage = 0; stage < SECOND_STAGES; ++stage) release_filter();
         unsigned long long finished[COLUMNS / STEP][2];
-        finish_second(sums, biases, finished, k, m0, floor);
+        finish_second(sums, biases, finished, k, m0, bias, floor);
     }
 
     // Begins the products of COLUMNS finished channels with all filters of the next convolution.
@@ -332,11 +333,11 @@ struct Consumer {
     // Waits for all products, and finishes COLUMNS of the second's.
     __device__ __forceinline__ void finish_products(float (&sums)[COLUMNS / 2], unsigned long long (&finished)[COLUMNS / STEP][2],
                                                     int k, int m0, const float* bias, unsigned floor) {
-        float2 biases[COLUMNS / 8];
+        float2 biases[SLICE / 8];
         load_biases_of_matrices<ELEMENT>(biases, bias, k);
         wait_for_products();
         warpgroup_results(sums);
-        finish_second(sums, biases, finished, k, m0, floor);
+        finish_second(sums, biases, finished, k, m0, bias, floor);
     }
 
     // Finishes the next convolution's results, when all has been waited for: bias and ReLU. They begin to be stored by way of

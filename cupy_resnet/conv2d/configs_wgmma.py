@@ -343,14 +343,15 @@ BACK_TO_BACK_TF32_TILES = (
     (64, 256, 8, 5),
     (64, 128, 10, 9),
     (64, 64, 12, 16),
+    (192, 64, 7, 7, 64),
     (128, 64, 6, 16, 64),
     (128, 64, 6, 16, 128),
     (128, 128, 6, 8, 128),
     (64, 64, 12, 16, 64),
     (192, 64, 5, 7, 64, 64),
 )
-"""The same in TF32: a slice has half as many channels, and registers hold half as many results, so that with a residual
-and more behind it a tile is not wider than 128 pixels."""
+"""The same in TF32: a slice has half as many channels, and registers hold half as many results, so that with 128 channels
+behind a tile is not wider than 128 pixels."""
 
 BACK_TO_BACK = tuple(
     BackToBackConfig(precision, *tile)
