@@ -126,7 +126,8 @@ def _supports_shortcut(pair: Conv2dPair, device: Device, forms: Sequence[BackToB
     if (pair.shortcut_channels, pair.first.K) not in known:
         listed = " or ".join(f"{channels} channels behind {behind}" for channels, behind in known)
         return False, f"adds a shortcut of {listed}, not one of {pair.shortcut_channels} behind {pair.first.K}"
-    if not pair.following:
+    adding = [config for config in forms if config.shortcut_channels == pair.shortcut_channels]
+    if not pair.following and all(config.next_channels for config in adding):
         return False, "adds a shortcut where a third convolution follows, not without"
     return _FIRST.supports(pair.second, device)
 
