@@ -350,8 +350,8 @@ BACK_TO_BACK_TF32_TILES = (
     (64, 64, 12, 16, 64),
     (192, 64, 5, 7, 64, 64),
 )
-"""The same in TF32: a slice has half as many channels, and registers hold half as many results, so that with 128 channels
-behind a tile is not wider than 128 pixels."""
+"""The same in TF32: a slice has half as many channels, and registers hold half as many results, so that with 128
+channels behind a tile is not wider than 128 pixels."""
 
 BACK_TO_BACK = tuple(
     BackToBackConfig(precision, *tile)
