@@ -11,7 +11,8 @@ import math
 import re
 
 import numpy as np
-from back_to_back_machine import HOST, MAIN
+from back_to_back_machine import HOST
+from back_to_back_main import MAIN
 from wgmma_host import IM2COL, HostSource, Program, place
 
 from cupy_resnet.conv2d import Conv2dProblem

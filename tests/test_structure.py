@@ -26,7 +26,6 @@ LONGER = {"kernels_cu/conv2d_wgmma_b2b.cu": 480}
 """Until its consumer is in a file of its own."""
 
 
-
 def module_name(path: Path) -> str:
     """``conv2d.problem`` of its file; a room's ``__init__`` is the room, the package's the empty string."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
