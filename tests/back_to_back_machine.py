@@ -1,4 +1,4 @@
-"""The C++ before conv2d_wgmma_b2b's text that plays the GPU (see `back_to_back_host`); `back_to_back_main` follows it."""
+"""The C++ before conv2d_wgmma_b2b's text that plays the GPU for `back_to_back_host`; see `back_to_back_main`."""
 
 from wgmma_host import WAITS
 
