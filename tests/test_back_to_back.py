@@ -181,8 +181,11 @@ def test_it_is_compiled_in_every_form_for_nothing_but_sm_90a() -> None:
         assert kernel.min_arch_of(defines) == "sm_90a"
 
 
-REGISTERS = "CONSUMERS == 1 || (24 <= PRODUCER_REGISTERS && (PRODUCER_REGISTERS | CONSUMER_REGISTERS) % 8 == 0)"
-"""One consumer has enough, and nothing is given back."""
+REGISTERS = (
+    "CONSUMERS == 1 || (24 <= PRODUCER_REGISTERS && (PRODUCER_REGISTERS | CONSUMER_REGISTERS) % 8 == 0 && "
+    "PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * (65536 / THREADS / 8 * 8))"
+)
+"""One consumer has enough, and nothing is given back. Of several a block is given what all its threads begin with."""
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.precision} {config}")
