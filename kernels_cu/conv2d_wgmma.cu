@@ -47,7 +47,7 @@ static_assert(TILE_M % 64 == 0 && PIECE_N % SLICE_CHANNELS == 0 && TILE_N % PIEC
 
 struct Barriers {
     unsigned long long full[NUM_STAGES], empty[NUM_STAGES];  // of the stages
-    unsigned long long turn[CONSUMERS];                      // the other consumer's products of this turn are all issued
+    unsigned long long turn[CONSUMERS];                      // all warps of the other consumer have issued its products
     unsigned long long residual[CONSUMERS][BUFFERS];         // the residual of a consumer's piece has come
 };
 
@@ -112,7 +112,11 @@ __device__ __forceinline__ void multiply(float (&sums)[BLOCKS_M][TILE_N / 2], Ba
             }
         }
         warpgroup_commit();
-        if (slice == slices - 1 && elected) barrier_arrive(shared_address(&barriers.turn[1 - consumer]));
+        if (slice == slices - 1) {
+            // Each warp for itself: the other consumer's turns would else overtake one that still waits for this turn.
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&barriers.turn[1 - consumer]));
+        }
         warpgroup_wait<1>();  // the slice before has been read
         if (slice > 0 && elected) barrier_arrive(shared_address(&barriers.empty[previous]));
         previous = place.stage;
@@ -191,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             barrier_init(shared_address(&barriers.empty[i]), 1);
         }
         for (int i = 0; i < CONSUMERS; ++i) {
-            barrier_init(shared_address(&barriers.turn[i]), 1);
+            barrier_init(shared_address(&barriers.turn[i]), WARPGROUP / 32);
             for (int j = 0; j < BUFFERS; ++j) barrier_init(shared_address(&barriers.residual[i][j]), 1);
         }
         barrier_init_done();

@@ -7,7 +7,7 @@
 // GEMM view  the product is transposed: 64 filters by PIXELS pixels. The depth is ordered (slice of channels, r, s, channel).
 // Layouts    x NHWC, filter KRSC, residual and y NPQK, all ELEMENT; bias K in fp32.
 // Grid       x: one block per multiprocessor, or fewer; tiles are taken in turn, filters fastest.
-//            Block 384 threads: a producer warpgroup, of which one thread works, and two consumers that take turns.
+//            Block a producer warpgroup, of which one thread works, and two or three consumers that take turns.
 // Shared     2 patches, 2 tiles on their way out (without the latter for TF32), num_stages · 64 · 128 bytes of filter; see
 //            PatchTile and cupy_resnet/conv2d/wgmma_patch.py.
 // Requires   C a multiple of 128 bytes, K of 16 bytes.
@@ -35,13 +35,17 @@ WARPGROUP_MMA_OF_ALL(PIXELS, ACCUMULATORS)
 
 #include "patch_tile.cuh"
 
-constexpr int THREADS = WARPGROUP * (1 + CONSUMERS), BLOCKS = PIXELS / 8;
 // A finished tile of 2-byte elements goes by way of shared memory. One of floats would be twice as large.
 constexpr bool STAGED = sizeof(ELEMENT) == 2;
-constexpr int TOGETHER = 11;  // blocks of 8 pixels that are loaded before the first of them is stored, if not staged
+// What is not staged takes longer to finish than to multiply: then there are three consumers, unless sums need the registers.
+constexpr int CONSUMERS = STAGED || PIXELS > 200 ? 2 : 3;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160, PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+constexpr int THREADS = WARPGROUP * (1 + CONSUMERS), WARPS = WARPGROUP / 32, BLOCKS = PIXELS / 8;
+// Blocks of 8 pixels that are loaded before the first of them is stored, if not staged.
+constexpr int TOGETHER = CONSUMERS == 2 ? 11 : 6;
 
 struct Barriers : PatchBarriers {
-    unsigned long long turn[CONSUMERS];      // the other consumer's products of this turn are all issued
+    unsigned long long turn[CONSUMERS];      // all warps of the consumer before have issued all products of their turn
     unsigned long long residual[CONSUMERS];  // the residual of a consumer's tile has come
 };
 
@@ -92,12 +96,12 @@ __device__ __forceinline__ void produce(const TensorMap& pixels, const TensorMap
     }
 }
 
-// The products of one tile, once it is this consumer's turn.
+// The products of one tile, once it is this consumer's turn, which it was handed `handed` times with this one.
 __device__ __forceinline__ void multiply(float (&sums)[PIXELS / 2], Barriers& barriers, unsigned patches, unsigned stages,
                                          Place& patch, Place& stage, const PatchTile& shape, const Conv2dParams& params,
-                                         int consumer, int tiles_before, bool resident) {
+                                         int consumer, int handed, bool resident) {
     const bool elected = threadIdx.x % WARPGROUP == 0;
-    if (tiles_before > 0) barrier_wait(shared_address(&barriers.turn[consumer]), (tiles_before - 1) & 1);
+    if (handed > 0) barrier_wait(shared_address(&barriers.turn[consumer]), (handed - 1) & 1);
     int previous_stage = 0, previous_patch = 0;
     for (int c = 0; c < params.C; c += SLICE_CHANNELS) {
         barrier_wait(shared_address(&barriers.patch_full[patch.stage]), patch.parity);
@@ -108,8 +112,10 @@ __device__ __forceinline__ void multiply(float (&sums)[PIXELS / 2], Barriers& ba
                 const unsigned long long a = operand(stages + stage.stage * STAGE_BYTES);
                 multiply_tap<PIXELS>(sums, a, b, r * shape.columns + s, c + r + s);
                 const bool first = r + s == 0;
-                if (elected && r == params.R - 1 && s == params.S - 1 && c + SLICE_CHANNELS >= params.C) {
-                    barrier_arrive(shared_address(&barriers.turn[1 - consumer]));
+                if (r == params.R - 1 && s == params.S - 1 && c + SLICE_CHANNELS >= params.C) {
+                    // Each warp for itself: others' turns would else overtake one that still waits for this turn.
+                    __syncwarp();
+                    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&barriers.turn[(consumer + 1) % CONSUMERS]));
                 }
                 warpgroup_wait<1>();  // the slice before has been read
                 if (elected && c + r + s > 0) {
@@ -231,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         barriers.prepare(shape, 1);
         for (int i = 0; i < CONSUMERS; ++i) {
-            barrier_init(shared_address(&barriers.turn[i]), 1);
+            barrier_init(shared_address(&barriers.turn[i]), WARPS);
             barrier_init(shared_address(&barriers.residual[i]), 1);
         }
         barrier_init_done();
@@ -253,24 +259,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     wait_for_earlier_kernels();
     if (warpgroup == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (threadIdx.x == 0) {
             produce(pixels, filters, barriers, patches, stages, shape, params, tiles, tiles_k, resident,
                     !STAGED && residual ? &residuals : nullptr);
         }
         return;
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     const int consumer = warpgroup - 1, lane = threadIdx.x % 32, warp_filter = threadIdx.x % WARPGROUP / 32 * 16;
     // Of the thread's filters, which are 8 apart, or 4 neighbours.
     const int filter0 = warp_filter + (STAGED ? lane / 4 : lane / 8 % 2 * 8 + lane / 16 * 4);
     const bool elected = threadIdx.x % WARPGROUP == 0;
     const unsigned staged = staged_tiles + consumer * shape.staged_bytes;
     Place stage{0, 0}, patch{0, 0};
-    if (consumer == 1) {
-        if (!resident) stage.advance(slices % (2 * shape.num_stages), shape.num_stages);
-        patch.advance(chunks % (2 * PATCHES), PATCHES);
-    }
+    const auto pass_over = [&](int others) {  // what belongs to other consumers
+        if (!resident) stage.advance(others * slices % (2 * shape.num_stages), shape.num_stages);
+        patch.advance(others * chunks % (2 * PATCHES), PATCHES);
+    };
+    pass_over(consumer);
     int turn = 0;
     for (int number = blockIdx.x + consumer * gridDim.x; number < tiles; number += CONSUMERS * gridDim.x, ++turn) {
         const Tile tile(number, tiles_k, shape);
@@ -290,10 +297,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         float sums[PIXELS / 2];
         if (resident) stage.stage = 0;
-        multiply(sums, barriers, patches, stages, patch, stage, shape, params, consumer, turn + consumer, resident);
-        // Those of the other consumer.
-        if (!resident) stage.advance(slices % (2 * shape.num_stages), shape.num_stages);
-        patch.advance(chunks % (2 * PATCHES), PATCHES);
+        multiply(sums, barriers, patches, stages, patch, stage, shape, params, consumer, turn + (consumer > 0), resident);
+        pass_over(CONSUMERS - 1);
         if constexpr (STAGED) {
             if (residual) {
                 barrier_wait(shared_address(&barriers.residual[consumer]), turn & 1);

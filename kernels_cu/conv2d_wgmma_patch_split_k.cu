@@ -39,7 +39,7 @@ WARPGROUP_MMA_OF_ALL(HALF_PIXELS, ACCUMULATORS)
 #include "partial_sums.cuh"
 #include "patch_tile.cuh"
 
-constexpr int FINISHERS = CONSUMERS * WARPGROUP, PRODUCERS = 2, THREADS = FINISHERS + PRODUCERS * 32;
+constexpr int CONSUMERS = 2, FINISHERS = CONSUMERS * WARPGROUP, PRODUCERS = 2, THREADS = FINISHERS + PRODUCERS * 32;
 constexpr int SHARE = PIXELS / SPLIT_K_CLUSTER;  // columns of the product that a block finishes
 // A row for each column of the product. In it filters g and g + 8 of every 16 are neighbours, as they are in registers: filter
 // 16w + 8h + g is the one at 16w + 2g + h.

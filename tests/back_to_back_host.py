@@ -26,7 +26,7 @@ def host_source() -> HostSource:
     path = find_kernel("conv2d_wgmma_b2b").path
     include = {file.name: file.read_text("utf-8") for file in (path.parent / "include").glob("*.cuh")}
     text = path.read_text(encoding="utf-8")
-    for name in ("stage_ring.cuh", "pair_epilogue.cuh", "back_to_back_producer.cuh"):
+    for name in ("stage_ring.cuh", "pair_epilogue.cuh", "back_to_back_producer.cuh", "back_to_back_consumer.cuh"):
         assert text.count(f'#include "{name}"') == 1
         text = text.replace(f'#include "{name}"', include[name])
     text = re.sub(r'#include "[^"]+"|#pragma once', "", text)

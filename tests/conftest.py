@@ -34,11 +34,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        return  # under pytest-xdist the controller hears every report, and processes have its environment
+        # Under pytest-xdist the controller hears every report, and processes have its environment.
+        gpu_record.share_gpus(config.workerinput["workerid"])
+        return
     config.pluginmanager.register(gpu_record.Recorder(config))
-    if environment.CACHE_DIR.name not in os.environ and "not gpu" in config.option.markexpr:
-        # One for all tests and processes, so that what is compiled is compiled once, and nothing is left.
-        folder = tempfile.mkdtemp(prefix="cupy_resnet-tests-")
-        os.environ[environment.CACHE_DIR.name] = folder
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-        config.add_cleanup(lambda: os.environ.pop(environment.CACHE_DIR.name, None))
+    on_gpu = "not gpu" not in config.option.markexpr
+    if on_gpu or environment.CACHE_DIR.name not in os.environ:
+        use_own_cache(config, environment.cache_dir() / "kernels" if on_gpu else None)
+
+
+def use_own_cache(config: pytest.Config, kernels: Path | None) -> None:
+    """Gives all tests and processes one cache, so that what is compiled is compiled once, and nothing is left.
+
+    On a GPU it is that of the user for compiled `kernels`, of which there are many, and for nothing else: tests must
+    not follow what was tuned, nor leave ceilings that were measured while other tests were running.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="cupy_resnet-tests-"))
+    if kernels is not None:
+        kernels.mkdir(parents=True, exist_ok=True)
+        (folder / "kernels").symlink_to(kernels, target_is_directory=True)
+    patch = pytest.MonkeyPatch()
+    patch.setenv(environment.CACHE_DIR.name, str(folder))
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    config.add_cleanup(patch.undo)

@@ -4,7 +4,7 @@
 compiles and launches them, and the outcome of every test id. `tests/conftest.py` installs `Recorder`, which writes the
 file during and after a full run, ``pytest -m gpu``. After a change to tests alone, or where a run was cut short,
 ``pytest -m gpu --add-to-gpu-record FILE`` runs some more and puts their outcomes in, provided that device, versions and
-sources are the record's.
+sources are the record's. Where ``CUDA_VISIBLE_DEVICES`` names several GPUs, processes of pytest-xdist share them.
 `tests/test_gpu_record.py` fails when the file does not match the repository.
 """
 
@@ -70,6 +70,13 @@ def add(path: Path, outcomes: dict[str, str]) -> None:
     if differing:
         raise ValueError(f"{path.name} differs in {', '.join(differing)}: it takes a full run, pytest -m gpu")
     write(path, {**record["outcomes"], **outcomes})
+
+
+def share_gpus(worker: str) -> None:
+    """Leaves a process of pytest-xdist, ``"gw3"``, one of the GPUs that ``CUDA_VISIBLE_DEVICES`` names."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if len(gpus) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
 
 
 class Recorder:

@@ -124,6 +124,15 @@ def test_it_is_said_what_the_roofline_is_of():
     assert len(list_report(report(row(FAST))).notes) == 2  # how to read the columns, and why there is no ratio
 
 
+def test_a_bound_that_is_beaten_is_none():
+    beaten = row(FAST, bound_ms=1.1, precision="fp16")
+    for notes in (list_row(beaten).notes, list_report(report(beaten)).notes):
+        (said,) = [note for note in notes if "More than 100 %" in note]
+        assert "--measure-ceilings" in said
+    for fine in (row(FAST, bound_ms=0.9, precision="fp16"), row(FAST, bound_ms=1.1, precision="fp32")):
+        assert not [note for note in list_row(fine).notes if "More than 100 %" in note]
+
+
 def test_a_record_from_before_bounds_were_of_launches_reads_as_what_it_is(tmp_path):
     values = report(row(FAST, bound_ms=0.25)).to_dict()
     del values["rows"][0]["bound_of"]

@@ -1,6 +1,7 @@
 """The GPU record speaks of this tree, and says that every GPU test passed."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,19 @@ def test_outcomes_are_added_only_to_a_record_of_the_same_kernels(tmp_path: Path)
     with pytest.raises(ValueError, match="sha256"):
         gpu_record.add(path, {"c": "failed"})
     assert json.loads(path.read_text()) == record
+
+
+def test_processes_share_the_gpus_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def left_to(worker: str, named: str) -> str:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        gpu_record.share_gpus(worker)
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    assert [left_to(f"gw{worker}", "0,3") for worker in (0, 1, 2, 11)] == ["0", "3", "0", "3"]
+    assert left_to("gw5", "1") == "1"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    gpu_record.share_gpus("gw1")
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def test_a_run_that_is_cut_short_leaves_what_it_has_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

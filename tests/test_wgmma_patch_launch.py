@@ -190,7 +190,7 @@ def test_the_launch_agrees_with_the_kernels_constants(config: WgmmaPatchConfig) 
     pytest.importorskip("cupy")
     expected = {
         "THREADS": config.threads,
-        "CONSUMERS": config.CONSUMERS,
+        "CONSUMERS": config.consumers,
         "PATCHES": config.PATCHES,
         "MAX_STAGES": config.max_stages,
         "ROW_BYTES": config.ROW_BYTES,

@@ -127,16 +127,15 @@ def test_few_tiles_with_every_number_of_stages(program: Program, tiles: int, res
 
 
 MISTAKES = {
-    "nobody waits for his turn": ("if (tiles_before > 0) barrier_wait", "if (false) barrier_wait"),
-    "a turn's other phase": ("(tiles_before - 1) & 1", "tiles_before & 1"),
+    "nobody waits for his turn": ("if (handed > 0) barrier_wait", "if (false) barrier_wait"),
+    "a turn's other phase": ("(handed - 1) & 1", "handed & 1"),
     "the other consumer's slices are not passed over": (
-        "if (!resident) stage.advance(slices % (2 * shape.num_stages), shape.num_stages);\n"
-        "        patch.advance(chunks % (2 * PATCHES), PATCHES);\n        if constexpr",
-        "patch.advance(chunks % (2 * PATCHES), PATCHES);\n        if constexpr",
+        "if (!resident) stage.advance(others * slices % (2 * shape.num_stages), shape.num_stages);",
+        "",
     ),
     "the other consumer's patches are not passed over": (
-        "        patch.advance(chunks % (2 * PATCHES), PATCHES);\n        if constexpr",
-        "        if constexpr",
+        "patch.advance(others * chunks % (2 * PATCHES), PATCHES);",
+        "",
     ),
     "a slice is given back before it has been read": ("warpgroup_wait<1>();", "warpgroup_wait<2>();"),
     "the last patch is kept": ("patch_empty[previous_patch]));\n    }\n}", "patch_empty[0]));\n    }\n}"),

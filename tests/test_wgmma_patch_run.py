@@ -20,6 +20,7 @@ SHAPES = {
     "3×3": PLAIN,
     "one slice, few filters": replace(PLAIN, C=32, K=4, N=5),
     "1×1": replace(PLAIN, R=1, S=1, pad_h=0, pad_w=0, K=132, N=5),
+    "one tap": replace(PLAIN, R=1, S=1, pad_h=0, pad_w=0, C=32, K=196, N=5),
     "5×3, a last tile of fewer rows": replace(PLAIN, H=13, W=12, R=5, pad_h=2, C=32, K=64, N=2),
     "whole images": replace(PLAIN, H=3, W=4, C=32, K=68, N=7),
     "one pixel": replace(PLAIN, N=1, H=1, W=1),
@@ -98,16 +99,31 @@ MISTAKES = {
         "residuals && k < FILTERS;",
         "residuals && k < FILTERS / 2;",
     ),
+    "the third consumer is left out": ("(consumer + 1) % CONSUMERS", "1 - consumer % 2"),
+    "only one of two others is passed over": ("pass_over(CONSUMERS - 1);", "pass_over(1);"),
+    "one warp says for all that it is the other's turn": (
+        "if (threadIdx.x % 32 == 0) barrier_arrive",
+        "if (threadIdx.x % 128 < 4) barrier_arrive",
+    ),
     "nobody waits for a product": ("warpgroup_wait<0>();", ""),
 }
 
 
-wrong = wrong_programs(host_source, MISTAKES, lambda _: FORMS["64"])
+OF_TWO_CONSUMERS = {"one warp says for all that it is the other's turn"}
+"""What three do not run into: a consumer's turns come too seldom to overtake each other."""
+
+
+def pixels_of(mistake: str) -> int:
+    """The form that a mistake is planted in."""
+    return 208 if mistake in OF_TWO_CONSUMERS else 64
+
+
+wrong = wrong_programs(host_source, MISTAKES, lambda mistake: FORMS[f"{pixels_of(mistake)}"])
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(wrong: Callable[[str], Program], mistake: str) -> None:
     """So that what is found right means something."""
-    program = wrong(mistake)
-    assert is_right(program.without_mistake, PLAIN, 64, seed=0)
-    assert not all(is_right(program, problem, 64, seed) for problem in SHAPES.values() for seed in range(4))
+    program, pixels = wrong(mistake), pixels_of(mistake)
+    assert is_right(program.without_mistake, PLAIN, pixels, seed=0)
+    assert not all(is_right(program, problem, pixels, seed) for problem in SHAPES.values() for seed in range(4))

@@ -62,7 +62,7 @@ std::map<const void*, unsigned> addresses;
 std::map<unsigned, Barrier> barriers_at;
 std::vector<Box> fetches;
 std::vector<Store> stores;
-Consumer consumers[2];
+Consumer consumers[3];  // or two of them
 std::vector<Routine> routines;
 ucontext_t scheduler;
 int current, at_sync;
@@ -201,7 +201,7 @@ void block(const std::vector<int>& threads) {
     }
     for (Consumer& consumer : consumers) consumer = {};
     memset(shared, 0xff, sizeof shared);
-    const int lazy = draw() % 4;  // who is slow: nobody, the accelerator, one of the consumers
+    const int lazy = draw() % 5;  // who is slow: nobody, the accelerator, one of the consumers
     for (;;) {
         std::vector<int> able;
         for (int i = 0; i < count; ++i) if (can_go_on(routines[i])) able.push_back(i);

@@ -27,7 +27,7 @@ void warpgroup_mma(float (&sums)[N / 2], unsigned long long a, unsigned long lon
     issue(N, sums, nullptr, a, b, accumulate);
 }
 // What lanes of a warp trade: two places, of which one may still be read while the other is written.
-struct Trade { long count; int arrived; float values[2][32]; } trades[12];
+struct Trade { long count; int arrived; float values[2][32]; } trades[16];
 float __shfl_xor_sync(unsigned mask, float value, int bits) {
     Trade& trade = trades[threadIdx.x / 32];
     const int lane = threadIdx.x % 32;
@@ -43,6 +43,7 @@ float __shfl_xor_sync(unsigned mask, float value, int bits) {
     }
     return trade.values[number % 2][lane ^ bits];
 }
+void __syncwarp() { __shfl_xor_sync(~0u, 0.0f, 0); }
 void store_chunk(void* place, const Chunk& chunk) { memcpy(place, &chunk, 16); }
 void fetch_box(unsigned, const TensorMap&, unsigned, int, int);
 void fetch_box(unsigned, const TensorMap&, unsigned, int, int, int, int);
@@ -111,7 +112,7 @@ int main(int, char** arguments) {
     y = residual, prefetched.resize(outputs);
     if (!in_place) for (float& value : y) value = NAN;
     std::vector<int> threads;
-    for (int thread = 0; thread < 384; ++thread) threads.push_back(thread);
+    for (int thread = 0; thread < THREADS; ++thread) threads.push_back(thread);
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) block(threads);
     for (int times : prefetched) if (times != with_residual) fail("not every residual is brought to L2 once");
     fwrite(y.data(), 4, outputs, stdout);

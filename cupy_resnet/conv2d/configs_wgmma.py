@@ -122,6 +122,18 @@ class WgmmaPatchConfig(_OneBlockOrACluster):
         return self.element_size == 2 and not self.cluster
 
     @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply: three for tiles that are stored right from registers, which takes longer than to
+        multiply them, unless sums leave no room for that many.
+        """
+        return 2 if self.staged or self.cluster or self.pixels > 200 else 3
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return super().threads + 128 * (self.consumers - 2)
+
+    @property
     def max_stages(self) -> int:
         """Slices of the filter that are kept track of; in TF32 a 3×3 filter over 64 channels has 18."""
         return 16 if self.element_size == 2 else 18

@@ -100,7 +100,7 @@ def patch_tile(problem: Conv2dProblem, pixels: int, shared_limit: int, split_k_s
     patch_bytes = _aligned((box + zeros) * config.ROW_BYTES)
     staged_bytes = _aligned(max(stored, pixels) * config.ROW_BYTES) if config.staged else 0
     sum_bytes = pixels * config.FILTERS * 4 if config.cluster else 0
-    places = config.PATCHES * patch_bytes + config.CONSUMERS * staged_bytes + sum_bytes
+    places = config.PATCHES * patch_bytes + config.consumers * staged_bytes + sum_bytes
     stage = config.FILTERS * config.ROW_BYTES
     most = config.max_stages
     if config.cluster:  # no more than a block's slices of the depth

@@ -9,7 +9,7 @@
 #include "tensor_memory.cuh"
 #include "warpgroup.cuh"
 
-constexpr int CONSUMERS = 2, WARPGROUP = 128;
+constexpr int WARPGROUP = 128;
 constexpr int ROW_BYTES = 128, SLICE_CHANNELS = ROW_BYTES / static_cast<int>(sizeof(ELEMENT)), STEPS = ROW_BYTES / 32;
 constexpr int FILTERS = 64, STAGE_BYTES = FILTERS * ROW_BYTES, PATCHES = 2, MAX_STAGES = sizeof(ELEMENT) == 2 ? 16 : 18;
 constexpr unsigned short NO_PIXEL = 0xffff;

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,8 @@ def cuda_engine() -> Any:
 @contextlib.contextmanager
 def gpu_lock(*, alone: bool) -> Iterator[None]:
     """Keeps what must be alone on the GPU from whatever other processes of pytest-xdist run there."""
-    with (Path(tempfile.gettempdir()) / "cupy_resnet-gpu-tests.lock").open("w") as file:
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    with (Path(tempfile.gettempdir()) / f"cupy_resnet-gpu-tests{gpu}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
 

@@ -1,15 +1,19 @@
 """Launches every kernel on small shapes, for NVIDIA's compute-sanitizer to watch. A script, not a test:
 
     compute-sanitizer --tool memcheck  --error-exitcode 1 --report-api-errors no python tests/gpu/sanitize.py
-    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py --wait-together
     compute-sanitizer --tool synccheck --error-exitcode 1 python tests/gpu/sanitize.py
     compute-sanitizer --tool initcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
 (cuda-bindings asks the driver for functions that it may not have, which memcheck would report as errors of the API.)
 The package must be importable, as are the tests' helpers: with PYTHONPATH=.:tests in front. It prints what it launched,
-and fails if a kernel file was left out. racecheck takes minutes over all of it: with ``--only STEP``, once or more,
-several processes share the work, and nobody looks whether a file was left out. With ``--break TOOL`` it launches
-one kernel with a fault of the kind that the tool is for, and nothing else: proof that the tool would have seen one.
+and fails if a kernel file was left out. With ``--only STEP``, once or more, several processes share the work, and
+nobody looks whether a file was left out. With ``--break TOOL`` it launches one kernel with a fault of the kind that the
+tool is for, and nothing else: proof that the tool would have seen one.
+
+racecheck (of CUDA 13.0) never returns from a kernel some of whose warps wait for their cluster long after others have:
+a few lines of such a kernel show it. ``--wait-together`` has all warps of the two kernels that do so wait at the same
+place, and changes nothing else in them.
 """
 
 import argparse
@@ -37,6 +41,7 @@ from cupy_resnet.conv2d.stem_choice import STEM_LAUNCHES, STEM_SUPPORTS
 from cupy_resnet.conv2d.tensor_core_variants import HopperVariant
 from cupy_resnet.conv2d.variants import Filter, Operands, Shortcut
 from cupy_resnet.engines.cuda_engine import CudaEngine, describe_device
+from cupy_resnet.jit import building
 
 FAULTS = {
     "memcheck": ("float* y", "y[32 + threadIdx.x] = 1.0f;"),  # y has 32 floats
@@ -254,6 +259,26 @@ def run_networks() -> None:
                 model(np.zeros((2, 3, 16, 16), np.float32))
 
 
+def wait_together() -> None:
+    """Has producers wait for their cluster where consumers do, in kernels that are compiled from now on."""
+    read = building.load_program
+    together = (
+        ("    if (consumer == CONSUMERS) {", "    cluster_wait();\n    if (consumer == CONSUMERS) {"),
+        ("        cluster_wait();\n        return;", "        return;"),
+        ("    cluster_wait();  // all blocks have begun", "    // all blocks have begun"),
+    )
+
+    def load_program(kernel: jit.KernelSource) -> Any:
+        program = read(kernel)
+        if kernel.name in ("conv2d_wgmma_split_k", "conv2d_wgmma_patch_split_k"):
+            for apart, waiting in together:
+                assert program.text.count(apart) == 1, f"{kernel.name} waits for its cluster elsewhere"
+                program = replace(program, text=program.text.replace(apart, waiting))
+        return program
+
+    building.load_program = load_program
+
+
 def launch_fault(tool: str) -> None:
     """Launches a kernel that `tool` must complain of."""
     import cupy
@@ -282,12 +307,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Launches every kernel on small shapes, for compute-sanitizer.")
     parser.add_argument("--break", dest="fault", choices=FAULTS, help="launch one faulty kernel for this tool instead")
     parser.add_argument("--only", action="append", choices=STEPS, help="launch just this part; may be given again")
+    parser.add_argument("--wait-together", action="store_true", help="let racecheck return from kernels in clusters")
     given = parser.parse_args(arguments)
     cupy.cuda.set_allocator(None)  # each array its own allocation: the pool's larger blocks would hide an overrun
     if given.fault is not None:
         launch_fault(given.fault)
         print(f"launched a kernel that {given.fault} must complain of")
         return 0
+    if given.wait_together:
+        wait_together()
     launches = count_launches()
     for step in given.only or STEPS:
         STEPS[step]()

@@ -133,10 +133,20 @@ def list_report(report: Report) -> Listing:
 def _roofline(rows: Sequence[Row]) -> list[str]:
     """Says what the percentage is of; nothing where there is none."""
     of = dict.fromkeys(BOUNDS[row.bound_of] for row in rows if row.bound_ms is not None)
-    return [
+    sentences = [
         f"Of the roofline: the least time that memory and arithmetic allow {what}, in percent of the time back to back"
         for what in of
     ]
+    # In fp32 it is no strict bound: Winograd makes fewer multiplications than are counted.
+    beaten = [
+        row for row in rows if row.precision != "fp32" for e in row.entries if (row.percent_of_bound(e) or 0) > 100
+    ]
+    if beaten:
+        sentences.append(
+            "More than 100 % means that the device's ceilings were measured while it was busy with something else: "
+            "`cupy-resnet profile --measure-ceilings` measures them again"
+        )
+    return sentences
 
 
 def list_fusion(report: FusionReport) -> Listing:
