@@ -62,6 +62,7 @@ ARROWS = {
     "proof.matrix_products": {"engines.cuda_engine"},
     "proof.notebook": {"conv2d", "engines.cuda_engine", "resources"},
     "proof.patches": {"conv2d"},
+    "proof.tables": {"conv2d", "explanation", "networks"},
     "proof.tiles": {"conv2d"},
     "proof.plot_style": {"weights_store.writing"},
     "proof.profiling.bounds": {"explanation"},

@@ -1,6 +1,7 @@
 """The tables of the pages are those of the stored measurements, and the measurements say what the project claims."""
 
 import itertools
+import re
 import statistics
 from pathlib import Path
 
@@ -50,6 +51,13 @@ def test_the_network_in_fp16_is_right_and_faster_than_every_rival(model: str) ->
         for rival in rivals:
             assert statistics.median(ours.stream_ms) < statistics.median(rival.stream_ms), (row.N, rival.name)
             assert statistics.median(ours.latency_ms) < statistics.median(rival.latency_ms), (row.N, rival.name)
+
+
+@pytest.mark.parametrize("model", ["resnet18", "resnet50"])
+def test_every_launch_of_256_images_reaches_60_percent_of_what_bounds_it(model: str) -> None:
+    shares = [int(share) for share in re.findall(r"\| (\d+) % \|$", tables.launches(model), re.MULTILINE)]
+    assert len(shares) >= 10
+    assert min(shares) >= 60
 
 
 def test_the_network_in_fp32_is_right_and_with_more_than_one_image_faster_than_every_rival() -> None:

@@ -9,19 +9,32 @@ Only a source tree has the pages and the measurements.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..conv2d import H100
+from ..conv2d.tuned import Table
+from ..explanation import explain
+from ..networks import describe
 from .bench.end_to_end import EndToEndReport
 from .bench.fusion import FusionReport
-from .bench.listings import Listing, list_end_to_end, list_fusion, list_ladder, list_report
+from .bench.listings import Listing, list_end_to_end, list_fusion, list_ladder, list_report, number
 from .bench.report import Report
+from .ceilings import Ceilings
 from .ladder import Layer, rungs
+from .profiling.results import Roof
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "notebooks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "kernels_cu" / "README.md")
+TUNED = ROOT / "cupy_resnet" / "conv2d" / "tuned_h200.json"
+"""The times of convolutions, each alone, that `cupy-resnet tune` measured for the shipped table."""
+
+BOUNDED_BY = {"memory": "memory", "compute": "arithmetic"}
+"""What `Roof.bound` says, in the tables' words."""
 
 
 def load(name: str) -> dict[str, Any]:
@@ -90,7 +103,45 @@ def layers() -> str:
     return _table([f"layer (N = {report['batch']}), TFLOP/s", *short, "cuDNN"], rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"ladder": ladder, "layers": layers}
+def launches(model: str, batch: int = 256) -> str:
+    """What a pass in fp16 launches on the GPU that the shipped table is of: that table's times, and how near the bound.
+
+    Args:
+        model: whose ``network_fp16_*`` is stored: its ceilings bound the launches.
+        batch: images.
+    """
+    report = load(f"network_fp16_{model}")
+    roof = Roof.of(Ceilings.from_dict(report["settings"]["ceilings"]), "fp16")
+    device = replace(H100, name=report["device"])
+    network = describe(model)
+    shape = (batch, network.in_channels, network.default_size, network.default_size)
+    passed = explain(network, shape, engine="cuda", device=device, precision="fp16", ready=True)
+    tuned = Table.parse(TUNED.read_bytes()).entries
+    lines: Counter[tuple[str, ...]] = Counter()
+    times = least_times = 0.0
+    for step in passed:
+        problem = step.record.pair or step.record.problem
+        if problem is None or step.record.op == "stem":
+            continue  # has nothing to choose from, and no entry in the table
+        entry = tuned[problem, True]
+        bound, least = roof.bound(step.record.flops, step.record.nbytes)
+        text = step.problem.split("×", 1)[1].removesuffix(", fp16").replace(", pad 1×1", "")
+        near = f"{100 * least / entry.microseconds:.0f} %"
+        lines[text, step.kernel, number(entry.microseconds), BOUNDED_BY[bound], near] += 1
+        times, least_times = times + entry.microseconds, least_times + least
+    header = [f"{model}, N = {batch}, fp16", "launches", "kernel", "µs", "bound by", "of the bound's speed"]
+    rows = [[text, str(count), *cells] for (text, *cells), count in lines.items()]
+    together = f"All of these, each alone: {number(times)} µs, {100 * least_times / times:.0f} % of the bounds' speed."
+    where = f"{report['device']}; times of `{TUNED.name}`, ceilings of `network_fp16_{model}.json`."
+    return f"{_table(header, rows)}\n\n{together} {where}"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "ladder": ladder,
+    "layers": layers,
+    "launches_resnet18": lambda: launches("resnet18"),
+    "launches_resnet50": lambda: launches("resnet50"),
+}
 
 LISTINGS: dict[str, Callable[[dict[str, Any]], Listing]] = {
     "bench": lambda report: list_report(Report.from_dict(report)),
