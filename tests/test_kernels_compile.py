@@ -189,12 +189,16 @@ def test_a_block_of_wgmma_fits_and_has_the_registers_that_its_warpgroups_share(c
     assert used.registers * config.threads <= REGISTERS_PER_SM
     # Consumers wait until the producer's warpgroup has given back enough: they would wait for ever for more.
     text = load_program(find_kernel(kernel)).text
-    ((producer,), (consumer,)) = (
-        re.findall(rf"setmaxnreg\.{way}\.sync\.aligned\.u32 (\d+);", text) for way in ("dec", "inc")
-    )
-    warpgroup = config.threads // (1 + config.CONSUMERS)
-    assert int(producer) < used.registers < int(consumer)
-    assert warpgroup * (int(producer) + config.CONSUMERS * int(consumer)) <= used.registers * config.threads
+    consumers = config.threads // 128 - 1
+    if kernel == "conv2d_wgmma_patch":
+        of_two_or_three = r"(?:PRODUCER|CONSUMER)_REGISTERS = CONSUMERS == 2 \? (\d+) : (\d+)"
+        consumer, producer = (int(numbers[consumers - 2]) for numbers in re.findall(of_two_or_three, text))
+    else:
+        producer, consumer = (
+            int(re.findall(rf"setmaxnreg\.{way}\.sync\.aligned\.u32 (\d+);", text)[0]) for way in ("dec", "inc")
+        )
+    assert producer < used.registers < consumer
+    assert 128 * (producer + consumers * consumer) <= used.registers * config.threads
 
 
 @pytest.mark.parametrize(
