@@ -194,8 +194,8 @@ def test_a_block_of_wgmma_fits_and_has_the_registers_that_its_warpgroups_share(c
         of_two_or_three = r"(?:PRODUCER|CONSUMER)_REGISTERS = CONSUMERS == 2 \? (\d+) : (\d+)"
         consumer, producer = (int(numbers[consumers - 2]) for numbers in re.findall(of_two_or_three, text))
     else:
-        producer, consumer = (
-            int(re.findall(rf"setmaxnreg\.{way}\.sync\.aligned\.u32 (\d+);", text)[0]) for way in ("dec", "inc")
+        ((producer,), (consumer,)) = (
+            map(int, re.findall(rf"setmaxnreg\.{way}\.sync\.aligned\.u32 (\d+);", text)) for way in ("dec", "inc")
         )
     assert producer < used.registers < consumer
     assert 128 * (producer + consumers * consumer) <= used.registers * config.threads

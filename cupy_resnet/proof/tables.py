@@ -127,7 +127,7 @@ def launches(model: str, batch: int = 256) -> str:
         bound, least = roof.bound(step.record.flops, step.record.nbytes)
         text = step.problem.split("×", 1)[1].removesuffix(", fp16").replace(", pad 1×1", "")
         near = f"{100 * least / entry.microseconds:.0f} %"
-        lines[text, step.kernel, number(entry.microseconds), BOUNDED_BY[bound], near] += 1
+        lines[text, entry.variant, number(entry.microseconds), BOUNDED_BY[bound], near] += 1
         times, least_times = times + entry.microseconds, least_times + least
     header = [f"{model}, N = {batch}, fp16", "launches", "kernel", "µs", "bound by", "of the bound's speed"]
     rows = [[text, str(count), *cells] for (text, *cells), count in lines.items()]

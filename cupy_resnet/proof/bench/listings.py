@@ -138,10 +138,8 @@ def _roofline(rows: Sequence[Row]) -> list[str]:
         for what in of
     ]
     # In fp32 it is no strict bound: Winograd makes fewer multiplications than are counted.
-    beaten = [
-        row for row in rows if row.precision != "fp32" for e in row.entries if (row.percent_of_bound(e) or 0) > 100
-    ]
-    if beaten:
+    strict = [row for row in rows if row.precision != "fp32"]
+    if any((row.percent_of_bound(entry) or 0) > 100 for row in strict for entry in row.entries):
         sentences.append(
             "More than 100 % means that the device's ceilings were measured while it was busy with something else: "
             "`cupy-resnet profile --measure-ceilings` measures them again"
