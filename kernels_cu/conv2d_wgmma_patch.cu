@@ -158,20 +158,33 @@ __device__ __forceinline__ void finish(const float* sums, unsigned staged, int j
     store_transposed<COUNT>(address, words);
 }
 
-// Lanes that differ in bits 2 and 3, of a filter each, hold the same 4 outputs; afterwards each has one of all 4 filters. Both
-// values are written whoever is chosen: chosen places in the sums would have the assembler serialise the products.
-__device__ __forceinline__ void transpose_filters(float* values) {
+// values[i] becomes what was values[i ^ key]. They must be copies: chosen places in the sums would have the assembler serialise
+// the products.
+__device__ __forceinline__ void exchange(float* values, int key) {
 #pragma unroll
     for (int bit = 1; bit <= 2; bit *= 2) {
-        const bool upper = threadIdx.x & bit * 4;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (i & bit) continue;
-            const float low = values[i], high = values[i | bit], received = __shfl_xor_sync(~0u, upper ? low : high, bit * 4);
-            values[i] = upper ? received : low;
-            values[i | bit] = upper ? high : received;
+            const float low = values[i], high = values[i | bit];
+            values[i] = key & bit ? high : low;
+            values[i | bit] = key & bit ? low : high;
         }
     }
+}
+
+// A lane l has sums of filters l / 4 and l / 4 + 8, of pixels l % 4 * 2 and the next; afterwards those of pixel l / 4, of filters
+// l % 4 * 4 and the next three. So 4 lanes after each other move 64 bytes of a pixel: what a quarter of a warp moves lies in two
+// lines of the cache, not in eight. All four come from the same place in four lanes; in round i each lane gives from another
+// place, values[i ^ l / 4 % 4], to the one that wants just that.
+__device__ __forceinline__ void transpose_filters(float* values) {
+    const int lane = threadIdx.x % 32, wanted = lane / 2 % 2 * 2 + lane / 4 % 2;
+    exchange(values, lane / 4);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        values[i] = __shfl_sync(~0u, values[i], lane % 2 * 16 + (wanted ^ i) * 4 + lane / 8);
+    }
+    exchange(values, wanted);
 }
 
 // The outputs that a thread stores itself, of neighbouring filters from k on.
@@ -190,14 +203,13 @@ struct Outputs {
     }
 };
 
-// Bias, residual and ReLU for a tile that is not staged, on its way to memory. Lanes trade a filter's pixels for a pixel's
-// filters, so that a warp moves 64 bytes of each of 8 pixels at once. The residuals of several blocks are under way before
-// the first of these is stored: y may be the residual.
+// Bias, residual and ReLU for a tile that is not staged, on its way to memory: a warp moves 64 bytes of each of 8 pixels at
+// once. The residuals of several blocks are under way before the first of these is stored: y may be the residual.
 template <typename Element>
 __device__ __forceinline__ void finish_in_memory(float (&sums)[PIXELS / 2], const Outputs<Element>& outputs,
                                                  const float* bias, const unsigned short* pixel_of,
                                                  const Conv2dParams& params) {
-    const int lane = threadIdx.x % 32, column = lane % 4 * 2 + lane / 4 % 2;
+    const int column = threadIdx.x % 32 / 4;
     const float least = least_kept(params.relu);
     const auto finished = [&](float sum, float added, float shortcut) { return relu_of(sum + added + shortcut, least); };
 #pragma unroll
@@ -213,10 +225,10 @@ __device__ __forceinline__ void finish_in_memory(float (&sums)[PIXELS / 2], cons
             }
         }
 #pragma unroll
-        for (int i = 0; i < TOGETHER && j + i < BLOCKS; ++i) transpose_filters(&sums[(j + i) * 4]);
-#pragma unroll
         for (int i = 0; i < TOGETHER && j + i < BLOCKS; ++i) {
-            const float* const sum = &sums[(j + i) * 4];
+            const float* const block = &sums[(j + i) * 4];
+            float sum[4] = {block[0], block[1], block[2], block[3]};
+            transpose_filters(sum);
             const float4 shortcut = shortcuts[i];
             const float4 result = make_float4(finished(sum[0], bias[0], shortcut.x), finished(sum[1], bias[1], shortcut.y),
                                               finished(sum[2], bias[2], shortcut.z), finished(sum[3], bias[3], shortcut.w));
@@ -269,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     const int consumer = warpgroup - 1, lane = threadIdx.x % 32, warp_filter = threadIdx.x % WARPGROUP / 32 * 16;
     // Of the thread's filters, which are 8 apart, or 4 neighbours.
-    const int filter0 = warp_filter + (STAGED ? lane / 4 : lane / 8 % 2 * 8 + lane / 16 * 4);
+    const int filter0 = warp_filter + (STAGED ? lane / 4 : lane % 4 * 4);
     const bool elected = threadIdx.x % WARPGROUP == 0;
     const unsigned staged = staged_tiles + consumer * shape.staged_bytes;
     Place stage{0, 0}, patch{0, 0};

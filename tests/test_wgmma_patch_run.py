@@ -85,9 +85,10 @@ MISTAKES = {
         "(image * shape.patch_rows + p) * params.Q + q)",
     ),
     "filters behind the last are stored": ("pixels = k < params.K ?", "pixels = true ?"),
-    "filters are not traded": ("transpose_filters(&sums[(j + i) * 4]);", ";"),
+    "filters are not traded": ("transpose_filters(sum);", ";"),
+    "all lanes give the same place": ("exchange(values, lane / 4);", ""),
     "only neighbours trade": ("for (int bit = 1; bit <= 2; bit *= 2)", "for (int bit = 1; bit <= 1; bit *= 2)"),
-    "pixels are those of the lane before": ("lane % 4 * 2 + lane / 4 % 2;", "lane % 4 * 2 + lane / 8 % 2;"),
+    "pixels are those of the lane before": ("column = threadIdx.x % 32 / 4;", "column = threadIdx.x % 32 / 8;"),
     "filters are those of a staged tile": ("STAGED ? lane / 4 : ", "true ? lane / 4 : "),
     "biases are those of a staged tile": ("i * (STAGED ? 8 : 1)", "i * 8"),
     "a block's residual is its neighbour's": (

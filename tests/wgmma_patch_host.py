@@ -188,7 +188,7 @@ unsigned pack_pair(float, float, Half) { return 0; }
 int min(int, int) { not_staged(); }
 float least_kept(bool) { not_staged(); }
 float relu_of(float, float) { not_staged(); }
-float __shfl_xor_sync(unsigned, float, int) { not_staged(); }
+float __shfl_sync(unsigned, float, int) { not_staged(); }
 float4 make_float4(float, float, float, float) { not_staged(); }
 void prefetch_box(const TensorMap&, int, int, int, int) { not_staged(); }
 template <int COUNT> void warpgroup_results(float (&)[COUNT]) { not_staged(); }

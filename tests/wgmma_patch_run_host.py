@@ -28,7 +28,7 @@ void warpgroup_mma(float (&sums)[N / 2], unsigned long long a, unsigned long lon
 }
 // What lanes of a warp trade: two places, of which one may still be read while the other is written.
 struct Trade { long count; int arrived; float values[2][32]; } trades[16];
-float __shfl_xor_sync(unsigned mask, float value, int bits) {
+float __shfl_sync(unsigned mask, float value, int from) {
     Trade& trade = trades[threadIdx.x / 32];
     const int lane = threadIdx.x % 32;
     if (mask != ~0u) fail("some lanes are left out");
@@ -41,9 +41,9 @@ float __shfl_xor_sync(unsigned mask, float value, int bits) {
         rest();
         self().count = nullptr;
     }
-    return trade.values[number % 2][lane ^ bits];
+    return trade.values[number % 2][from];
 }
-void __syncwarp() { __shfl_xor_sync(~0u, 0.0f, 0); }
+void __syncwarp() { __shfl_sync(~0u, 0.0f, 0); }
 void store_chunk(void* place, const Chunk& chunk) { memcpy(place, &chunk, 16); }
 void fetch_box(unsigned, const TensorMap&, unsigned, int, int);
 void fetch_box(unsigned, const TensorMap&, unsigned, int, int, int, int);
