@@ -127,7 +127,10 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compilations]:
 
 
 def assert_sound(result: jit.Compiled) -> None:
-    """The cubin is there, its public function too, and no function spills or takes what no GPU gives."""
+    """The cubin is there, its public function too; no function spills, takes what no GPU gives, or has the products of a
+    warpgroup wait for each other.
+    """
+    assert "serialized" not in result.log, result.log
     assert result.cubin.startswith(b"\x7fELF")
     assert result.name in result.resources
     for function, used in result.resources.items():
