@@ -127,8 +127,8 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compilations]:
 
 
 def assert_sound(result: jit.Compiled) -> None:
-    """The cubin is there, its public function too; no function spills, takes what no GPU gives, or has the products of a
-    warpgroup wait for each other.
+    """The cubin is there, its public function too; no function spills, takes what no GPU gives, or has a warpgroup's
+    products wait for each other.
     """
     assert "serialized" not in result.log, result.log
     assert result.cubin.startswith(b"\x7fELF")

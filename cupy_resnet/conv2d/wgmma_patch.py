@@ -1,7 +1,7 @@
 """conv2d_wgmma_patch: which pixels make a tile, and its launch."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -57,7 +57,7 @@ class PatchTile:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of dynamic shared memory per block."""
+        """Bytes of dynamic shared memory per block: a tile is staged where there are no more consumers than two."""
         config = configs.WgmmaPatchConfig
         places = config.PATCHES * self.patch_bytes + config.CONSUMERS * self.staged_bytes + self.sum_bytes
         return places + self.num_stages * config.FILTERS * config.ROW_BYTES
@@ -97,19 +97,8 @@ def patch_tile(problem: Conv2dProblem, pixels: int, shared_limit: int, split_k_s
     zeros = (problem.pad_h * columns if images > 1 else 0) + problem.pad_w
     box = images * patch_rows * columns
     stored = images * (rows if images == 1 else patch_rows) * columns
-    patch_bytes = _aligned((box + zeros) * config.ROW_BYTES)
-    staged_bytes = _aligned(max(stored, pixels) * config.ROW_BYTES) if config.staged else 0
-    sum_bytes = pixels * config.FILTERS * 4 if config.cluster else 0
-    places = config.PATCHES * patch_bytes + config.consumers * staged_bytes + sum_bytes
-    stage = config.FILTERS * config.ROW_BYTES
-    most = config.max_stages
-    if config.cluster:  # no more than a block's slices of the depth
-        most = min(most, blocks(problem.C // config.channels, split_k_slices) * problem.R * problem.S)
-    num_stages = min(most, (shared_limit - STATIC_SHARED - places) // stage)
-    if num_stages < min(most, _MIN_STAGES):
-        return None
     row_tiles = blocks(problem.H, rows)
-    return PatchTile(
+    tile = PatchTile(
         images=images,
         rows=rows,
         columns=columns,
@@ -117,12 +106,18 @@ def patch_tile(problem: Conv2dProblem, pixels: int, shared_limit: int, split_k_s
         row_tiles=row_tiles,
         pixel_tiles=blocks(problem.N, images) * row_tiles,
         box_bytes=box * config.ROW_BYTES,
-        patch_bytes=patch_bytes,
+        patch_bytes=_aligned((box + zeros) * config.ROW_BYTES),
         store_bytes=stored * config.ROW_BYTES if config.staged else 0,
-        staged_bytes=staged_bytes,
-        sum_bytes=sum_bytes,
-        num_stages=num_stages,
+        staged_bytes=_aligned(max(stored, pixels) * config.ROW_BYTES) if config.staged else 0,
+        sum_bytes=pixels * config.FILTERS * 4 if config.cluster else 0,
+        num_stages=0,
     )
+    most = config.max_stages
+    if config.cluster:  # no more than a block's slices of the depth
+        most = min(most, blocks(problem.C // config.channels, split_k_slices) * problem.R * problem.S)
+    free = shared_limit - STATIC_SHARED - tile.shared_memory
+    num_stages = min(most, free // (config.FILTERS * config.ROW_BYTES))
+    return replace(tile, num_stages=num_stages) if num_stages >= min(most, _MIN_STAGES) else None
 
 
 class WgmmaPatch(HopperVariant):

@@ -38,7 +38,6 @@ from cupy_resnet.conv2d.back_to_back import (
 )
 from cupy_resnet.conv2d.stem import pooled_shape
 from cupy_resnet.conv2d.stem_choice import STEM_LAUNCHES, STEM_SUPPORTS
-from cupy_resnet.conv2d.tensor_core_variants import HopperVariant
 from cupy_resnet.conv2d.variants import Filter, Operands, Shortcut
 from cupy_resnet.engines.cuda_engine import CudaEngine, describe_device
 from cupy_resnet.jit import building
@@ -145,8 +144,6 @@ def launch_convolutions(name: str) -> None:
             problem = replace(shape, precision=precision)
             if not variant.supports(problem, device)[0]:
                 continue
-            if shape in (WIDE, DENSE, DEEP) and not isinstance(variant, HopperVariant):
-                continue  # whole slices are nothing special, and racecheck takes long
             storage = problem.arithmetic.storage
             x, residual = numbers(problem.input_shape, storage), numbers(problem.output_shape, storage)
             filter, bias = Filter(numbers(problem.filter_shape, storage)), numbers((problem.K,), np.float32)
