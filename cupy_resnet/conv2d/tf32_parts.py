@@ -1,4 +1,4 @@
-"""fp32 operands in two parts that tensor cores multiply as TF32, for the kernels that find them split."""
+"""fp32 operands as tensor cores multiply them, as TF32: the nearest, or two parts for kernels that find them split."""
 
 from typing import Any
 
@@ -6,6 +6,20 @@ import numpy as np
 
 TRUNCATION = float.fromhex("0x1.4p-25")
 """What tensor cores lose of a sum on average: `make_up_for_truncation` in kernels_cu/include/tensor_core.cuh."""
+
+
+def nearest_tf32(values: Any) -> Any:
+    """Rounds fp32 operands to TF32, whose mantissa has 10 bits; ties to even, as tensor memory accelerators round them.
+
+    Args:
+        values: a float32 array of NumPy or CuPy, C-contiguous.
+
+    Returns:
+        A float32 array whose lowest 13 bits are 0. What is too large becomes infinite; a NaN may become anything.
+    """
+    bits = values.view(np.uint32)
+    last = bits >> np.uint32(13) & np.uint32(1)
+    return ((bits + np.uint32(0xFFF) + last) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def split_tf32(values: Any) -> tuple[Any, Any]:

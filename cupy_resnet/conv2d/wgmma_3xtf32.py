@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from .. import jit
 from . import configs, tensor_maps
 from .device import Device
@@ -48,13 +50,18 @@ class Wgmma3xTf32(WgmmaIm2col):
 
 
 def split_filter(filter: Filter) -> "cupy.ndarray":
-    """Returns the filter's high parts and below them its low parts, (2, K, R, S, C), made once per filter."""
+    """Returns the filter's high parts and below them its low parts, (2, K, R, S, C), made once per filter.
+
+    Tensor cores do not look at the last 13 bits of either; in the low parts too they are 0, for the sake of energy.
+    """
 
     def make(weight: "cupy.ndarray") -> "cupy.ndarray":
         import cupy
 
         parts = cupy.empty((2, *weight.shape), cupy.float32)
         parts[0], parts[1] = split_tf32(weight)
+        bits = parts.view(np.uint32)
+        bits &= np.uint32(0xFFFFE000)
         return parts
 
     return filter.derived("3xtf32", make)

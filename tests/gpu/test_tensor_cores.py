@@ -13,8 +13,10 @@ from cupy_resnet.conv2d import H100, PRECISIONS, VARIANTS, Conv2dProblem
 from cupy_resnet.conv2d.configs import MMA, MMA_IN_CLUSTERS, MMA_PATCH, MMA_PATCH_IN_CLUSTERS, MmaConfig
 from cupy_resnet.conv2d.heuristics import fastest
 from cupy_resnet.conv2d.scratch import new_counters, scratch
-from cupy_resnet.conv2d.tensor_core_variants import SPLIT_K_SLICES
+from cupy_resnet.conv2d.tensor_core_variants import SPLIT_K_SLICES, HopperVariant
+from cupy_resnet.conv2d.tf32_parts import nearest_tf32, split_tf32
 from cupy_resnet.conv2d.variants import Filter, Operands
+from cupy_resnet.conv2d.wgmma_3xtf32 import split_filter
 from gpu.reference import (
     EXACT_UP_TO,
     PAIRS,
@@ -230,6 +232,32 @@ def test_counters_of_ones_own_are_left_at_zero() -> None:
             case.launch("conv2d_mma", config)
             assert not own.any(), config
     assert cupy.cuda.get_current_stream().done
+
+
+@pytest.mark.parametrize("variant", [variant for variant, precision in PAIRS if precision == "tf32"])
+def test_filters_rounded_to_tf32_beforehand_change_no_bit(variant: str) -> None:
+    """Ties included where tensor memory accelerators round, which break them as `nearest_tf32` does; threads do not."""
+    case = RealCase(replace(REAL["3×3"], precision="tf32"))
+    bits = case.weight.view(np.uint32)
+    ties = bits & np.uint32(0x1FFF) == 0x1000
+    assert ties.any()
+    if not isinstance(VARIANTS[variant], HopperVariant):
+        bits += ties
+    rounded = RealCase(case.problem)
+    rounded.filter = Filter(nearest_tf32(case.weight))
+    for config in case.candidates(variant):
+        assert (case.launch(variant, config) == rounded.launch(variant, config)).all(), config
+
+
+def test_the_last_bits_of_low_parts_are_not_looked_at() -> None:
+    import cupy
+
+    case = RealCase(replace(REAL["3×3"], precision="fp32-tc"))
+    whole = RealCase(case.problem)
+    whole.filter = Filter(whole.weight, {"3xtf32": cupy.stack(split_tf32(whole.weight))})
+    for config in case.candidates("conv2d_wgmma_3xtf32"):
+        assert (case.launch("conv2d_wgmma_3xtf32", config) == whole.launch("conv2d_wgmma_3xtf32", config)).all()
+    assert (split_filter(case.filter) != split_filter(whole.filter)).any()
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32", "fp32-tc"])
