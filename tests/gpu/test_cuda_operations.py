@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cupy_resnet.conv2d import PRECISIONS
+from cupy_resnet.conv2d.tf32_parts import nearest_tf32
 from cupy_resnet.engines.base import stem_by_parts
 from cupy_resnet.engines.bfloat16 import from_bfloat16, to_bfloat16
 from cupy_resnet.engines.cuda_engine import CudaEngine
@@ -65,7 +66,7 @@ def rounded(x: np.ndarray, precision: str) -> np.ndarray:
 
 
 def rounded_to_multiply(x: np.ndarray, precision: str) -> np.ndarray:
-    """float32 as the convolutions of a precision multiply it: TF32 is the nearest of 10 bits, ties away from zero."""
+    """float32 as kernels of a precision multiply what they round: TF32 is the nearest of 10 bits, ties away from zero."""
     if precision in ("fp32", "fp32-tc"):
         return x
     if precision == "tf32":
@@ -310,7 +311,7 @@ def test_stem(precision: str, dtype: str, arrangement: str, shape: tuple[int, ..
     weight = normal((64, 7, 7, C), 4) / np.float32(7)
     options = {"mean": np.linspace(0.4, 0.5, C), "std": np.linspace(0.2, 0.3, C)}
     pixels = rounded_to_multiply(rounded(reference().pixels(x, **options), precision), precision)
-    filters = rounded_to_multiply(rounded(weight, precision), precision)
+    filters = nearest_tf32(weight) if precision == "tf32" else rounded(weight, precision)
     doubles = [array.astype(np.float64) for array in (pixels, filters, bias)]
     convolved = rounded(exact.conv2d(*doubles, stride=2, padding=3, relu=True).astype(np.float32), precision)
     expected = reference().max_pool2d(convolved, 3, stride=2, padding=1)
