@@ -66,7 +66,7 @@ def rounded(x: np.ndarray, precision: str) -> np.ndarray:
 
 
 def rounded_to_multiply(x: np.ndarray, precision: str) -> np.ndarray:
-    """float32 as kernels of a precision multiply what they round: TF32 is the nearest of 10 bits, ties away from zero."""
+    """float32 as a precision's kernels multiply what they round: TF32 is the nearest of 10 bits, ties away from 0."""
     if precision in ("fp32", "fp32-tc"):
         return x
     if precision == "tf32":
