@@ -145,7 +145,7 @@ void barrier_arrive_expecting(unsigned address, int bytes) {
     here().barriers.at(address).bytes += bytes, barrier_arrive(address);
 }
 void __syncthreads() { ++here().at_sync, self().for_all = true, rest(), self().for_all = false; }
-void __syncwarp() {}
+void __syncwarp();
 void cluster_arrive_relaxed() { ++in_cluster, ++self().in_cluster; }
 void cluster_wait() {
     self().for_cluster = true;
@@ -177,6 +177,7 @@ const unsigned* rows_of_all(unsigned address) {
     rest();
     return own[number].addresses;
 }
+void __syncwarp() { if (threadIdx.x >= 128) rows_of_all(0); }  // of a producer's warp one thread is there
 void load_matrices(unsigned (&words)[4], unsigned address) {
     const unsigned* const rows = rows_of_all(address);
     const int lane = threadIdx.x % 32;

@@ -1,0 +1,154 @@
+"""conv2d_wgmma.cu as a program of the host: its own text, all threads, with data, in bfloat16 or TF32.
+
+C++ plays barriers, accelerator and tensor cores as for conv2d_wgmma_b2b (see `back_to_back_host`).
+"""
+
+import re
+
+import numpy as np
+from back_to_back_machine import HOST as MACHINE
+from wgmma_block import FETCH, SCHEDULER
+from wgmma_host import IM2COL, HostSource, Program, ask, place, staged_pair
+
+from cupy_resnet.conv2d import Conv2dProblem
+from cupy_resnet.jit.sources import find_kernel
+
+HOST = r"""
+enum { FILTERS = FIRST, RESIDUALS = ADDED, SHORTCUT_PIXELS = NEXT_FILTERS, MAPS = NEXT_OUTPUTS };
+float least_kept(bool with_relu) { return with_relu ? 0.0f : -INFINITY; }
+void prefetch_box(const TensorMap& map, int, int) { if (map.id != RESIDUALS) fail("this is no residual"); }
+template <typename Element> float2 load_pair(const void* source) {
+    float values[2];
+    memcpy(values, here().memory + shared_address(source), 8);
+    return {values[0], values[1]};
+}
+template <typename Element> void store_pair(void* target, float x, float y) {
+    const float values[2] = {x, y};
+    for (unsigned at = shared_address(target), i = 0; i < 2; ++i) {
+        memcpy(here().memory + at + i * 4, &values[i], 4);
+        self().unseen.insert(at + i * 4);
+    }
+}
+void store_wait() { store_wait<0>(); }
+"""
+
+MAIN = (
+    r"""
+Conv2dParams params, alone;  // alone: the shortcut as a convolution of its own
+int with_bias, with_residual, in_place;
+std::vector<float> x, weight, bias, residual, shortcut_x, shortcut_weight, y;
+"""
+    + FETCH
+    + r"""
+void fetch_im2col(unsigned place, const TensorMap& map, unsigned barrier, int c, int w, int h, int n, int s, int r) {
+    if (map.id != PIXELS && map.id != SHORTCUT_PIXELS) fail("these are no pixels");
+    if (!self().waited) fail("earlier kernels may not have written the pixels");
+    const bool first = map.id == PIXELS;
+    const std::vector<float>& input = first ? x : shortcut_x;
+    fetch(place, im2col_rows(first ? params : alone, input, TILE_M, c, w, h, n, s, r), barrier, map.id);
+}
+void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int column, int row) {
+    const auto box_of = [&](const std::vector<float>& matrix, int count, int end, int columns) {
+        std::vector<float> rows = filter_rows(matrix, count, row, end, columns, column);
+        for (int i = 0; i < int(rows.size()); ++i) if (column + i % PER_ROW >= columns) rows[i] = 0;
+        fetch(place, std::move(rows), barrier, map.id);
+    };
+    if (map.id == FILTERS) return box_of(weight, TILE_N, params.K, params.gemm_k);
+    if (map.id == SHORTCUT_FILTERS) return box_of(shortcut_weight, TILE_N, params.K, alone.C);
+    if (map.id != RESIDUALS || !with_residual || !self().waited) fail("this is no residual");
+    box_of(in_place ? y : residual, TILE_M, params.gemm_m, params.K);
+}
+void store_box(const TensorMap& map, unsigned place, int column, int row) {
+    if (map.id != OUTPUTS || place % 1024) fail("this is no output");
+    stores.push_back({place, map.id, column, row, current});
+    ++self().begun;
+}
+"""
+    + SCHEDULER
+    + r"""
+void carry_out(const Store& box) {
+    const Block& block = blocks[0];
+    see(box.place, TILE_M * 128, 0);
+    for (int i = 0; i < TILE_M && box.row + i < params.gemm_m; ++i) {
+        for (int k = 0; k < PER_ROW && box.column + k < params.K; ++k) {
+            y[long(box.row + i) * params.K + box.column + k] = value_at(box.place + i * 128 + k * SIZE, block);
+        }
+    }
+}
+void call_kernel() {
+    const auto there_is_one = reinterpret_cast<const ELEMENT*>(residual.data());
+    KERNEL({PIXELS}, {FILTERS}, {SHORTCUT_PIXELS}, {SHORTCUT_FILTERS}, {RESIDUALS}, {OUTPUTS},
+           with_bias ? bias.data() : nullptr, with_residual ? there_is_one : nullptr, params);
+}
+int main(int, char** arguments) {
+    kernel_number = atoi(arguments[1]);
+    int head[7];
+    if (fread(head, 4, 7, stdin) != 7 || fread(&params, sizeof params, 1, stdin) != 1) return 2;
+    draw.seed(head[0]), gridDim.x = head[1], with_bias = head[2], with_residual = head[3], in_place = head[4];
+    alone = params;
+    alone.C = params.shortcut_channels, alone.H = head[5], alone.W = head[6], alone.pad_h = alone.pad_w = 0;
+    alone.stride_h = alone.stride_w = params.shortcut_stride;
+    const long outputs = long(params.gemm_m) * params.K;
+    read(x, long(params.N) * params.H * params.W * params.C), read(weight, long(params.K) * params.gemm_k);
+    read(bias, params.K), read(residual, outputs);
+    read(shortcut_x, long(params.N) * alone.H * alone.W * alone.C), read(shortcut_weight, long(params.K) * alone.C);
+    y = residual;
+    if (!in_place) for (float& value : y) value = NAN;
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) cluster();
+    fwrite(y.data(), 4, outputs, stdout);
+}
+"""
+)
+
+
+WITHIN = """const auto from = (const char*)pointer - (const char*)shared;
+    if (from >= 0 && from < 227 << 10) return from;"""
+"""An address in shared memory, of which this kernel's are told by pointers."""
+
+
+def host_source() -> HostSource:
+    """The program's text."""
+    path = find_kernel("conv2d_wgmma").path
+    include = {file.name: file.read_text("utf-8") for file in (path.parent / "include").glob("*.cuh")}
+    text = path.read_text(encoding="utf-8")
+    text = text.replace('#include "pair_epilogue.cuh"', include["pair_epilogue.cuh"])
+    text = re.sub(r'#include "[^"]+"|#pragma once', "", text)
+    text = re.sub(r"asm volatile\(.*?\);", "{}", text)
+    text = text.replace("extern __shared__ __align__(1024) unsigned char shared[];", "")
+    text = text.replace("__shared__", "static")
+    assert "asm" not in text
+    beginning = "if (pointer == shared) return 0;"
+    assert beginning in MACHINE
+    machine = MACHINE.replace(beginning, WITHIN)
+    params = include["conv2d_params.cuh"].replace("#pragma once", "")
+    im2col = IM2COL.replace("32", "PER_ROW")  # channels
+    before = "\n".join(["#define CLUSTER 1", machine, HOST, params, place(), staged_pair()])
+    return HostSource(before, text, "conv2d_wgmma", f"{im2col}\n{MAIN}")
+
+
+def run(
+    program: Program,
+    problem: Conv2dProblem,
+    arrays: dict[str, np.ndarray],
+    *,
+    seed: int,
+    grid: int,
+    bias: bool,
+    residual: bool,
+    in_place: bool,
+    relu: bool,
+) -> np.ndarray | str:
+    """Runs all blocks of a launch, one after the other; returns the output, or what went wrong.
+
+    Args:
+        program: from `build`.
+        problem: the convolution.
+        arrays: x, weight, bias, residual, x0 and weight0, float32.
+        seed: of the order.
+        grid: blocks.
+        bias, residual, relu: the epilogue.
+        in_place: whether the output lies in the residual's place.
+    """
+    head = seed, grid, bias, residual, in_place, *arrays["x0"].shape[1:3]
+    tensors = [arrays[name] for name in ("x", "weight", "bias", "residual", "x0", "weight0")]
+    return ask(program, problem, head, tensors, relu=relu)
