@@ -5,9 +5,10 @@ tells.
 """
 
 import re
+from typing import Any
 
 import numpy as np
-from wgmma_host import IM2COL, HostSource, Program, ask, place, split_tf32, staged_pair
+from wgmma_host import IM2COL, HostSource, Program, place, run_blocks, split_tf32, staged_pair
 from wgmma_machine import BLOCK, MACHINE
 
 from cupy_resnet.conv2d import Conv2dProblem
@@ -100,29 +101,7 @@ def host_source() -> HostSource:
     return HostSource(before, text, "conv2d_wgmma_3xtf32", f"{IM2COL}\n{BLOCK}\n{MAIN}")
 
 
-def run(
-    program: Program,
-    problem: Conv2dProblem,
-    arrays: dict[str, np.ndarray],
-    *,
-    seed: int,
-    grid: int,
-    bias: bool,
-    residual: bool,
-    in_place: bool,
-    relu: bool,
-) -> np.ndarray | str:
-    """Runs all blocks of a launch, one after the other; returns the output, or what went wrong.
-
-    Args:
-        program: from `build`.
-        problem: the convolution.
-        arrays: x, parts (2, K, R, S, C), bias and residual, float32.
-        seed: of the order.
-        grid: blocks.
-        bias, residual, relu: the epilogue.
-        in_place: whether the output lies in the residual's place.
-    """
-    head = seed, grid, bias, residual, in_place
-    tensors = [arrays[name] for name in ("x", "parts", "bias", "residual")]
-    return ask(program, problem, head, tensors, relu=relu)
+def run(program: Program, problem: Conv2dProblem, arrays: dict[str, np.ndarray], **options: Any) -> np.ndarray | str:
+    """Runs a launch on x, parts (2, K, R, S, C), bias and residual, with the options of `run_blocks`."""
+    read = {name: arrays[name] for name in ("x", "parts", "bias", "residual")}
+    return run_blocks(program, problem, read, **options)

@@ -276,3 +276,31 @@ def ask(
     if done.returncode:
         return done.stderr.decode() or f"exit status {done.returncode}"
     return np.frombuffer(done.stdout, np.float32).reshape(problem.output_shape)
+
+
+def run_blocks(
+    program: Program,
+    problem: Conv2dProblem,
+    arrays: Mapping[str, np.ndarray],
+    *more: int,
+    seed: int,
+    grid: int,
+    bias: bool,
+    residual: bool,
+    in_place: bool,
+    relu: bool,
+) -> np.ndarray | str:
+    """Runs all blocks of a launch, one after the other; returns the output, or what went wrong.
+
+    Args:
+        program: from `build`.
+        problem: the convolution.
+        arrays: what it reads, in this order, float32.
+        more: what it reads of numbers behind those below.
+        seed: of the order.
+        grid: blocks.
+        bias, residual, relu: the epilogue.
+        in_place: whether the output lies in the residual's place.
+    """
+    head = seed, grid, bias, residual, in_place, *more
+    return ask(program, problem, head, list(arrays.values()), relu=relu)

@@ -4,11 +4,12 @@ C++ plays barriers, accelerator and tensor cores as for conv2d_wgmma_b2b (see `b
 """
 
 import re
+from typing import Any
 
 import numpy as np
 from back_to_back_machine import HOST as MACHINE
 from wgmma_block import FETCH, SCHEDULER
-from wgmma_host import IM2COL, HostSource, Program, ask, place, staged_pair
+from wgmma_host import IM2COL, HostSource, Program, place, run_blocks, staged_pair
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.jit.sources import find_kernel
@@ -126,29 +127,7 @@ def host_source() -> HostSource:
     return HostSource(before, text, "conv2d_wgmma", f"{im2col}\n{MAIN}")
 
 
-def run(
-    program: Program,
-    problem: Conv2dProblem,
-    arrays: dict[str, np.ndarray],
-    *,
-    seed: int,
-    grid: int,
-    bias: bool,
-    residual: bool,
-    in_place: bool,
-    relu: bool,
-) -> np.ndarray | str:
-    """Runs all blocks of a launch, one after the other; returns the output, or what went wrong.
-
-    Args:
-        program: from `build`.
-        problem: the convolution.
-        arrays: x, weight, bias, residual, x0 and weight0, float32.
-        seed: of the order.
-        grid: blocks.
-        bias, residual, relu: the epilogue.
-        in_place: whether the output lies in the residual's place.
-    """
-    head = seed, grid, bias, residual, in_place, *arrays["x0"].shape[1:3]
-    tensors = [arrays[name] for name in ("x", "weight", "bias", "residual", "x0", "weight0")]
-    return ask(program, problem, head, tensors, relu=relu)
+def run(program: Program, problem: Conv2dProblem, arrays: dict[str, np.ndarray], **options: Any) -> np.ndarray | str:
+    """Runs a launch on x, weight, bias, residual, x0 and weight0, with the options of `run_blocks`."""
+    read = {name: arrays[name] for name in ("x", "weight", "bias", "residual", "x0", "weight0")}
+    return run_blocks(program, problem, read, *arrays["x0"].shape[1:3], **options)
