@@ -36,7 +36,7 @@ constexpr int SIZE = sizeof(ELEMENT), PER_ROW = 128 / SIZE, DEPTH = 32 / SIZE;  
 using Word = std::conditional_t<SIZE == 4, unsigned, unsigned short>;
 constexpr Word NOTHING = SIZE == 4 ? 0x7fffffff : 0x7fff;  // a NaN
 enum { PIXELS, FIRST, SECOND, ADDED, SHORTCUT_FILTERS, OUTPUTS, NEXT_FILTERS, NEXT_OUTPUTS };
-unsigned char shared[1];  // where a block's shared memory begins: 0, of each its own
+unsigned char shared[1];  // where a block's shared memory, of each its own, begins in what pointers say: 0
 
 struct Barrier { int count, pending, phase; long bytes; };
 struct Box { unsigned place; std::vector<float> rows; unsigned barrier; int map, block; };
@@ -122,7 +122,8 @@ float relu_of(float x, float least) { return x < least ? 0.0f : x; }
 unsigned round_to_tf32(unsigned bits) { return (bits & 0x7f800000) == 0x7f800000 ? bits : (bits + 0x1000) & ~0x1fffu; }
 
 unsigned shared_address(const void* pointer) {
-    if (pointer == shared) return 0;
+    const auto from = (const char*)pointer - (const char*)shared;
+    if (from >= 0 && from < long(sizeof Block::memory)) return from;
     return addresses.try_emplace(pointer, 0x100000 + 8 * addresses.size()).first->second;
 }
 Word& at(unsigned address, const Block& block) {
@@ -254,7 +255,7 @@ void compute(Multiplier& multiplier, const Block& block) {
     multiplier.instructions.pop_front(), ++multiplier.computed;
 }
 void store_commit() { self().stores.push_back(self().begun); }
-template <int PENDING>
+template <int PENDING = 0>
 void store_wait() {
     const std::vector<long>& groups = self().stores;
     self().stores_until = groups.size() > PENDING ? groups[groups.size() - 1 - PENDING] : 0;

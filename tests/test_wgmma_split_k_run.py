@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import ConvCase, torch_conv2d
-from wgmma_host import COMPILER, Program, build, random_epilogue, wrong_programs_in_forms
-from wgmma_split_k_host import host_source, run
+from wgmma_host import COMPILER, Program, build, random_epilogue, run_with_shortcut, wrong_programs_in_forms
+from wgmma_split_k_host import host_source
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.configs import WGMMA_SPLIT_K, WgmmaConfig
@@ -70,7 +70,7 @@ def is_right(program: Program, config: WgmmaConfig, problem: Conv2dProblem, seed
     arrays = drawn(problem, seed)
     epilogue = random_epilogue(draw, in_place=0.3)
     expected = expected_of(problem, arrays, **{name: epilogue[name] for name in ("bias", "residual", "relu")})
-    y = run(program, problem, arrays, seed=seed, tiles=tile_count(problem, config), **epilogue)
+    y = run_with_shortcut(program, problem, arrays, seed=seed, grid=tile_count(problem, config), **epilogue)
     return not isinstance(y, str) and np.array_equal(y, expected)
 
 

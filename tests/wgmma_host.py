@@ -77,7 +77,9 @@ std::vector<float> filter_rows(const std::vector<float>& filters, int count, int
                                int column) {
     std::vector<float> rows(count * 32);
     for (int row = 0; row < count && first + row < end; ++row) {
-        for (int i = 0; i < 32; ++i) rows[row * 32 + i] = filters[long(first + row) * depth + column + i];
+        for (int i = 0; i < 32 && column + i < depth; ++i) {
+            rows[row * 32 + i] = filters[long(first + row) * depth + column + i];
+        }
     }
     return rows;
 }
@@ -290,7 +292,7 @@ def run_blocks(
     in_place: bool,
     relu: bool,
 ) -> np.ndarray | str:
-    """Runs all blocks of a launch, one after the other; returns the output, or what went wrong.
+    """Runs all blocks or clusters of a launch, one after the other; returns the output, or what went wrong.
 
     Args:
         program: from `build`.
@@ -298,9 +300,17 @@ def run_blocks(
         arrays: what it reads, in this order, float32.
         more: what it reads of numbers behind those below.
         seed: of the order.
-        grid: blocks.
+        grid: blocks, or clusters.
         bias, residual, relu: the epilogue.
         in_place: whether the output lies in the residual's place.
     """
     head = seed, grid, bias, residual, in_place, *more
     return ask(program, problem, head, list(arrays.values()), relu=relu)
+
+
+def run_with_shortcut(
+    program: Program, problem: Conv2dProblem, arrays: dict[str, np.ndarray], **options: Any
+) -> np.ndarray | str:
+    """Runs a launch on x, weight, bias, residual, x0 and weight0, with the options of `run_blocks`."""
+    read = {name: arrays[name] for name in ("x", "weight", "bias", "residual", "x0", "weight0")}
+    return run_blocks(program, problem, read, *arrays["x0"].shape[1:3], **options)

@@ -5,9 +5,10 @@ What its barriers are for is told by `wgmma_patch_host`; here the result counts,
 
 import re
 from dataclasses import astuple
+from typing import Any
 
 import numpy as np
-from wgmma_host import READ, HostSource, Program, ask, place
+from wgmma_host import READ, HostSource, Program, place, run_blocks
 from wgmma_machine import BLOCK, MACHINE
 
 from cupy_resnet.conv2d import Conv2dProblem
@@ -137,30 +138,8 @@ def host_source() -> HostSource:
 
 
 def run(
-    program: Program,
-    problem: Conv2dProblem,
-    tile: PatchTile,
-    arrays: dict[str, np.ndarray],
-    *,
-    seed: int,
-    grid: int,
-    bias: bool,
-    residual: bool,
-    in_place: bool,
-    relu: bool,
+    program: Program, problem: Conv2dProblem, tile: PatchTile, arrays: dict[str, np.ndarray], **options: Any
 ) -> np.ndarray | str:
-    """Runs all blocks of a launch, one after the other; returns the output, or what went wrong.
-
-    Args:
-        program: from `build`.
-        problem: the convolution.
-        tile: of the form's pixels.
-        arrays: x, weight, bias and residual, float32.
-        seed: of the order.
-        grid: blocks.
-        bias, residual, relu: the epilogue.
-        in_place: whether the output lies in the residual's place.
-    """
-    head = seed, grid, bias, residual, in_place, *astuple(tile)
-    tensors = [arrays[name] for name in ("x", "weight", "bias", "residual")]
-    return ask(program, problem, head, tensors, relu=relu)
+    """Runs a launch on x, weight, bias and residual, a tile of the form's pixels, with the options of `run_blocks`."""
+    read = {name: arrays[name] for name in ("x", "weight", "bias", "residual")}
+    return run_blocks(program, problem, read, *astuple(tile), **options)

@@ -1,10 +1,11 @@
 """conv2d_wgmma_patch_split_k.cu as a program of the host, with whole clusters: see `wgmma_cluster_host`."""
 
 from dataclasses import astuple
+from typing import Any
 
 import numpy as np
 from wgmma_cluster_host import cluster_source
-from wgmma_host import READ, HostSource, Program, ask
+from wgmma_host import READ, HostSource, Program, run_blocks
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.wgmma_patch import PatchTile
@@ -92,29 +93,12 @@ def host_source() -> HostSource:
 
 
 def run(
-    program: Program,
-    problem: Conv2dProblem,
-    tile: PatchTile,
-    arrays: dict[str, np.ndarray],
-    *,
-    seed: int,
-    bias: bool,
-    residual: bool,
-    in_place: bool,
-    relu: bool,
+    program: Program, problem: Conv2dProblem, tile: PatchTile, arrays: dict[str, np.ndarray], **options: Any
 ) -> np.ndarray | str:
-    """Runs all clusters of a launch, one after the other; returns the output, or what went wrong.
+    """Runs a launch on integers: x, weight, bias and residual, with the options of `run_blocks` but for the grid.
 
-    Args:
-        program: from `build`.
-        problem: the convolution.
-        tile: its tile in the form that the program was compiled in.
-        arrays: x, weight (K, R, S, C), bias and residual, integers as float32.
-        seed: of the order.
-        bias, residual, relu: the epilogue.
-        in_place: whether the output lies in the residual's place.
+    `tile` is the problem's in the form that the program was compiled in.
     """
-    tiles = tile.pixel_tiles * -(-problem.K // 64)
-    head = seed, tiles, bias, residual, in_place, *astuple(tile)
-    tensors = [arrays[name] for name in ("x", "weight", "bias", "residual")]
-    return ask(program, problem, head, tensors, relu=relu)
+    read = {name: arrays[name] for name in ("x", "weight", "bias", "residual")}
+    clusters = tile.pixel_tiles * -(-problem.K // 64)
+    return run_blocks(program, problem, read, *astuple(tile), grid=clusters, **options)

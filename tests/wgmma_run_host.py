@@ -4,14 +4,11 @@ C++ plays barriers, accelerator and tensor cores as for conv2d_wgmma_b2b (see `b
 """
 
 import re
-from typing import Any
 
-import numpy as np
 from back_to_back_machine import HOST as MACHINE
 from wgmma_block import FETCH, SCHEDULER
-from wgmma_host import IM2COL, HostSource, Program, place, run_blocks, staged_pair
+from wgmma_host import IM2COL, HostSource, place, staged_pair
 
-from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.jit.sources import find_kernel
 
 HOST = r"""
@@ -30,7 +27,6 @@ template <typename Element> void store_pair(void* target, float x, float y) {
         self().unseen.insert(at + i * 4);
     }
 }
-void store_wait() { store_wait<0>(); }
 """
 
 MAIN = (
@@ -50,9 +46,7 @@ void fetch_im2col(unsigned place, const TensorMap& map, unsigned barrier, int c,
 }
 void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int column, int row) {
     const auto box_of = [&](const std::vector<float>& matrix, int count, int end, int columns) {
-        std::vector<float> rows = filter_rows(matrix, count, row, end, columns, column);
-        for (int i = 0; i < int(rows.size()); ++i) if (column + i % PER_ROW >= columns) rows[i] = 0;
-        fetch(place, std::move(rows), barrier, map.id);
+        fetch(place, filter_rows(matrix, count, row, end, columns, column), barrier, map.id);
     };
     if (map.id == FILTERS) return box_of(weight, TILE_N, params.K, params.gemm_k);
     if (map.id == SHORTCUT_FILTERS) return box_of(shortcut_weight, TILE_N, params.K, alone.C);
@@ -102,11 +96,6 @@ int main(int, char** arguments) {
 )
 
 
-WITHIN = """const auto from = (const char*)pointer - (const char*)shared;
-    if (from >= 0 && from < 227 << 10) return from;"""
-"""An address in shared memory, of which this kernel's are told by pointers."""
-
-
 def host_source() -> HostSource:
     """The program's text."""
     path = find_kernel("conv2d_wgmma").path
@@ -118,16 +107,7 @@ def host_source() -> HostSource:
     text = text.replace("extern __shared__ __align__(1024) unsigned char shared[];", "")
     text = text.replace("__shared__", "static")
     assert "asm" not in text
-    beginning = "if (pointer == shared) return 0;"
-    assert beginning in MACHINE
-    machine = MACHINE.replace(beginning, WITHIN)
     params = include["conv2d_params.cuh"].replace("#pragma once", "")
     im2col = IM2COL.replace("32", "PER_ROW")  # channels
-    before = "\n".join(["#define CLUSTER 1", machine, HOST, params, place(), staged_pair()])
+    before = "\n".join(["#define CLUSTER 1", MACHINE, HOST, params, place(), staged_pair()])
     return HostSource(before, text, "conv2d_wgmma", f"{im2col}\n{MAIN}")
-
-
-def run(program: Program, problem: Conv2dProblem, arrays: dict[str, np.ndarray], **options: Any) -> np.ndarray | str:
-    """Runs a launch on x, weight, bias, residual, x0 and weight0, with the options of `run_blocks`."""
-    read = {name: arrays[name] for name in ("x", "weight", "bias", "residual", "x0", "weight0")}
-    return run_blocks(program, problem, read, *arrays["x0"].shape[1:3], **options)

@@ -1,10 +1,7 @@
 """conv2d_wgmma_split_k.cu as a program of the host, in TF32 and with whole clusters: see `wgmma_cluster_host`."""
 
-import numpy as np
 from wgmma_cluster_host import cluster_source
-from wgmma_host import IM2COL, HostSource, Program, ask
-
-from cupy_resnet.conv2d import Conv2dProblem
+from wgmma_host import IM2COL, HostSource
 
 NAMES = r"""
 enum { PIXELS, FILTERS, SHORTCUT_PIXELS, SHORTCUT_FILTERS };
@@ -62,31 +59,3 @@ int main(int, char** arguments) {
 def host_source() -> HostSource:
     """The program's text."""
     return cluster_source("conv2d_wgmma_split_k", ("partial_sums.cuh",), NAMES, f"{IM2COL}\n{MAIN}")
-
-
-def run(
-    program: Program,
-    problem: Conv2dProblem,
-    arrays: dict[str, np.ndarray],
-    *,
-    seed: int,
-    tiles: int,
-    bias: bool,
-    residual: bool,
-    in_place: bool,
-    relu: bool,
-) -> np.ndarray | str:
-    """Runs all clusters of a launch, one after the other; returns the output, or what went wrong.
-
-    Args:
-        program: from `build`.
-        problem: the convolution.
-        arrays: x, weight (K, R, S, C), bias, residual, and of the shortcut x0 and weight0, float32.
-        seed: of the order.
-        tiles: clusters.
-        bias, residual, relu: the epilogue.
-        in_place: whether the output lies in the residual's place.
-    """
-    head = seed, tiles, bias, residual, in_place, *arrays["x0"].shape[1:3]
-    tensors = [arrays[name] for name in ("x", "weight", "bias", "residual", "x0", "weight0")]
-    return ask(program, problem, head, tensors, relu=relu)
