@@ -28,6 +28,7 @@
 #include "normalize.cuh"
 #include "stem_params.cuh"
 #include "tensor_memory.cuh"
+#include "transposed_matrices.cuh"
 #include "warpgroup.cuh"
 
 #ifndef PIXELS

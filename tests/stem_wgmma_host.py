@@ -26,6 +26,7 @@ from cupy_resnet.jit.sources import find_kernel
 
 PTX = {
     "max.NaN.f32": "result = larger(a, b);",
+    "ldmatrix": ";",  # of other kernels
     "stmatrix": "store_matrices(address, words);",
     "bar.sync": "warpgroup_sync();",
     "setmaxnreg": ";",

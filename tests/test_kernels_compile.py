@@ -193,9 +193,10 @@ def test_a_block_of_wgmma_fits_and_has_the_registers_that_its_warpgroups_share(c
     # Consumers wait until the producer's warpgroup has given back enough: they would wait for ever for more.
     text = load_program(find_kernel(kernel)).text
     consumers = config.threads // 128 - 1
-    if kernel == "conv2d_wgmma_patch":
-        of_two_or_three = r"(?:PRODUCER|CONSUMER)_REGISTERS = CONSUMERS == 2 \? (\d+) : (\d+)"
-        consumer, producer = (int(numbers[consumers - 2]) for numbers in re.findall(of_two_or_three, text))
+    if kernel in ("conv2d_wgmma", "conv2d_wgmma_patch"):
+        second = consumers == 3 if kernel == "conv2d_wgmma_patch" else config.tile_m * config.tile_n <= 128 * 128
+        of_both = re.findall(r"(?:PRODUCER|CONSUMER)_REGISTERS = (?:CONSUMERS ==|SUMS >) \d+ \? (\d+) : (\d+)", text)
+        consumer, producer = (int(numbers[second]) for numbers in of_both)
     else:
         ((producer,), (consumer,)) = (
             map(int, re.findall(rf"setmaxnreg\.{way}\.sync\.aligned\.u32 (\d+);", text)) for way in ("dec", "inc")

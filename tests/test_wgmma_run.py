@@ -51,12 +51,15 @@ def test_it_is_exact_on_integers(program: Callable[[str], Program], shape: str, 
     assert is_right(program(form), CONFIGS[form], SHAPES[shape], seed)
 
 
-def form(precision: str, tile_m: int, tile_n: int) -> WgmmaConfig:
-    return next(c for c in WGMMA if (c.precision, c.tile_m, c.tile_n) == (precision, tile_m, tile_n))
+def form(precision: str, tile_m: int, tile_n: int, *, transposed: bool = False) -> WgmmaConfig:
+    wanted = precision, tile_m, tile_n, transposed
+    return next(c for c in WGMMA if (c.precision, c.tile_m, c.tile_n, c.transposed) == wanted)
 
 
 STAGED = form("bf16", 128, 128)
 IN_PIECES = form("tf32", 128, 64)
+TRANSPOSED = form("bf16", 192, 128, transposed=True)
+IN_MEMORY = form("tf32", 192, 128, transposed=True)
 MISTAKES = {
     "a turn is handed on before all of a warp have had theirs": (STAGED, "            __syncwarp();\n", ""),
     "a turn is handed on to oneself": (STAGED, "barriers.turn[1 - consumer]", "barriers.turn[consumer]"),
@@ -83,17 +86,33 @@ MISTAKES = {
         "residual ? store_wait<BUFFERS - AHEAD>() : store_wait<BUFFERS - 1>();",
         "",
     ),
-    "all pieces are the first one": (
-        IN_PIECES,
-        "const int block = piece * PIECE_N / 8 + first",
-        "const int block = first",
-    ),
+    "all pieces have the first one's biases": (IN_PIECES, "biases + piece * PAIRS_OF_PIECE % PAIRS", "biases + 0"),
+    "a piece is finished with the first one's sums": (IN_PIECES, "(blocks_before + block + i / 2)", "(block + i / 2)"),
     "a piece's residual is its neighbour's": (
         IN_PIECES,
         "+ number % PIECES * PIECE_N;",
         "+ (number + 1) % PIECES * PIECE_N;",
     ),
-    "all residuals are of the first tile": (IN_PIECES, "first_tile + number / PIECES * step", "first_tile"),
+    "the later residuals are of the same tile": (IN_PIECES, "(piece + AHEAD) / PIECES * step", "0"),
+    "upper filters lie where lower ones do": (TRANSPOSED, "(warp_row / 8 + lane / 8 % 2)", "(warp_row / 8)"),
+    "later pixels lie where earlier ones do": (
+        TRANSPOSED,
+        "(lane / 16 * 8 + lane % 8) * ROW_BYTES",
+        "lane % 8 * ROW_BYTES",
+    ),
+    "both blocks of filters have the first one's sums": (
+        TRANSPOSED,
+        "sums[piece * PIECE_N / 64 + block]",
+        "sums[block]",
+    ),
+    "biases are of neighbouring filters": (TRANSPOSED, "bias_of(filter + (STAGED ? 8 : 1))", "bias_of(filter + 1)"),
+    "filters behind the last are stored": (IN_MEMORY, "filter < filters ? pixels : 0", "pixels"),
+    "filters are not traded": (IN_MEMORY, "transpose_filters(sum);", ";"),
+    "pixels and filters take each other's place": (
+        IN_MEMORY,
+        "a = TRANSPOSED ? filters : pixels, b = TRANSPOSED ? pixels : filters",
+        "a = pixels, b = filters",
+    ),
 }
 
 

@@ -125,8 +125,9 @@ def host_source() -> HostSource:
     """The program's text."""
     path = find_kernel("conv2d_wgmma_patch").path
     text = path.read_text(encoding="utf-8")
-    tile = (path.parent / "include" / "patch_tile.cuh").read_text("utf-8").replace("#pragma once", "")
-    text = text.replace('#include "patch_tile.cuh"', tile)
+    for file in ("patch_tile.cuh", "transposed_matrices.cuh"):
+        included = (path.parent / "include" / file).read_text("utf-8").replace("#pragma once", "")
+        text = text.replace(f'#include "{file}"', included)
     text = re.sub(r'#include "[^"]+"', "", text)
     text = re.sub(r"asm volatile\(.*?\);", "", text, flags=re.DOTALL)  # setmaxnreg, and what stages tiles
     text = text.replace("extern __shared__ __align__(1024) unsigned char shared[];", "")

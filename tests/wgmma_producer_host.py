@@ -17,6 +17,7 @@ HOST = r"""
 #include <vector>
 #define __device__
 #define __forceinline__ inline
+#define WARPGROUP_MMA_OF_ALL(columns, accumulators)
 struct Index { int x; } blockIdx, gridDim, threadIdx;
 struct TensorMap { int id; };
 enum { PIXELS, FILTERS, SHORTCUT_PIXELS, SHORTCUT_FILTERS };
@@ -31,10 +32,10 @@ int slices;  // of a tile, as many as the kernel counts
 """
 
 WALK = r"""
-void walk(const Factors& factors, const Factors& shortcut, const Conv2dParams& params, int tiles, int tiles_n) {
+void walk(const Factors& factors, const Factors& shortcut, const Conv2dParams& params, int tiles_n) {
     static Barriers barriers;
     slices = SLICES;
-    produce(factors, shortcut, nullptr, barriers, 0, params, tiles, tiles_n);
+    produce(factors, shortcut, nullptr, barriers, 0, params, tiles_n);
 }
 """
 
@@ -90,8 +91,7 @@ int main(int, char** arguments) {
     gridDim.x = head[0];
     for (blockIdx.x = 0; blockIdx.x < head[0]; ++blockIdx.x) {
         taken = turn = 0;
-        KERNEL({maps[0], maps[1]}, {maps[2], maps[3]}, params, (params.gemm_m + TILE_M - 1) / TILE_M * tiles_n(),
-               tiles_n());
+        KERNEL({maps[0], maps[1]}, {maps[2], maps[3]}, params, tiles_n());
         if (taken) fail("a tile's slices are not all there");
     }
     fwrite(y.data(), 4, y.size(), stdout);

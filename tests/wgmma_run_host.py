@@ -12,7 +12,10 @@ from wgmma_host import IM2COL, HostSource, place, staged_pair
 from cupy_resnet.jit.sources import find_kernel
 
 HOST = r"""
+#define WARPGROUP_MMA_OF_ALL(...)
 enum { FILTERS = FIRST, RESIDUALS = ADDED, SHORTCUT_PIXELS = NEXT_FILTERS, MAPS = NEXT_OUTPUTS };
+struct float4 { float x, y, z, w; };
+float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 float least_kept(bool with_relu) { return with_relu ? 0.0f : -INFINITY; }
 void prefetch_box(const TensorMap& map, int, int) { if (map.id != RESIDUALS) fail("this is no residual"); }
 template <typename Element> float2 load_pair(const void* source) {
@@ -27,6 +30,27 @@ template <typename Element> void store_pair(void* target, float x, float y) {
         self().unseen.insert(at + i * 4);
     }
 }
+// Of a whole warp as well: lane l has rows 2 · (l % 4) and the next of column l / 4.
+template <int COUNT> void load_transposed(unsigned (&words)[COUNT], unsigned address) {
+    const unsigned* const rows = rows_of_all(address);
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < COUNT * 2; ++i) {
+        memcpy((char*)words + i * 2, here().memory + rows[i / 2 * 8 + lane % 4 * 2 + i % 2] + lane / 4 * 2, 2);
+    }
+}
+template <int COUNT> void store_transposed(unsigned address, const unsigned (&words)[COUNT]) {
+    const unsigned* const rows = rows_of_all(address);
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < COUNT * 2; ++i) {
+        const unsigned place = rows[i / 2 * 8 + lane % 4 * 2 + i % 2] + lane / 4 * 2;
+        memcpy(here().memory + place, (const char*)words + i * 2, 2);
+        self().unseen.insert(place);
+    }
+}
+float __shfl_sync(unsigned mask, float value, int from) {
+    if (mask != ~0u) fail("some lanes are left out");
+    return __uint_as_float(rows_of_all(__float_as_uint(value))[from]);
+}
 """
 
 MAIN = (
@@ -34,6 +58,7 @@ MAIN = (
 Conv2dParams params, alone;  // alone: the shortcut as a convolution of its own
 int with_bias, with_residual, in_place;
 std::vector<float> x, weight, bias, residual, shortcut_x, shortcut_weight, y;
+std::vector<Word> stored, given;  // y and residual, for what goes to memory right from registers
 """
     + FETCH
     + r"""
@@ -71,9 +96,11 @@ void carry_out(const Store& box) {
     }
 }
 void call_kernel() {
-    const auto there_is_one = reinterpret_cast<const ELEMENT*>(residual.data());
+    ELEMENT* const output = (ELEMENT*)(STAGED ? nullptr : stored.data());
+    const ELEMENT* const added = in_place ? output : (const ELEMENT*)given.data();
     KERNEL({PIXELS}, {FILTERS}, {SHORTCUT_PIXELS}, {SHORTCUT_FILTERS}, {RESIDUALS}, {OUTPUTS},
-           with_bias ? bias.data() : nullptr, with_residual ? there_is_one : nullptr, params);
+           with_bias ? bias.data() : nullptr, with_residual ? STAGED ? (const ELEMENT*)given.data() : added : nullptr,
+           output, params);
 }
 int main(int, char** arguments) {
     kernel_number = atoi(arguments[1]);
@@ -89,7 +116,10 @@ int main(int, char** arguments) {
     read(shortcut_x, long(params.N) * alone.H * alone.W * alone.C), read(shortcut_weight, long(params.K) * alone.C);
     y = residual;
     if (!in_place) for (float& value : y) value = NAN;
+    for (float value : residual) given.push_back(bits_of(value));
+    for (float value : y) stored.push_back(bits_of(value));
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) cluster();
+    for (long i = 0; !STAGED && i < outputs; ++i) y[i] = __uint_as_float(stored[i]);
     fwrite(y.data(), 4, outputs, stdout);
 }
 """
@@ -100,8 +130,11 @@ def host_source() -> HostSource:
     """The program's text."""
     path = find_kernel("conv2d_wgmma").path
     include = {file.name: file.read_text("utf-8") for file in (path.parent / "include").glob("*.cuh")}
+    trade = include["transposed_matrices.cuh"]
+    trade = trade[trade.index("// values[i] becomes what was") :]  # what is before, C++ plays
     text = path.read_text(encoding="utf-8")
     text = text.replace('#include "pair_epilogue.cuh"', include["pair_epilogue.cuh"])
+    text = text.replace('#include "transposed_matrices.cuh"', trade)
     text = re.sub(r'#include "[^"]+"|#pragma once', "", text)
     text = re.sub(r"asm volatile\(.*?\);", "{}", text)
     text = text.replace("extern __shared__ __align__(1024) unsigned char shared[];", "")

@@ -1,6 +1,6 @@
 """Configurations of the kernels on Hopper's warpgroup instructions; `configs` has them too. Imports no CuPy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .precision import PRECISIONS
 
@@ -46,8 +46,10 @@ class WgmmaConfig(_OneBlockOrACluster):
         precision: name of the arithmetic.
         tile_m, tile_n: pixels and filters per tile.
         stages: slices of both operands in shared memory.
-        buffers: pieces of each consumer's tiles on their way to and from memory; of no meaning where blocks share one.
+        buffers: pieces of each consumer's tiles, of `piece_n` filters, on their way to and from memory; of no meaning
+            where blocks share one.
         split_k_slices: blocks that share a tile, each computing a part of the depth; they form a cluster.
+        transposed: whether filters are the rows of the product and pixels the columns of its instructions.
     """
 
     precision: str
@@ -56,6 +58,7 @@ class WgmmaConfig(_OneBlockOrACluster):
     stages: int
     buffers: int = 1
     split_k_slices: int = 1
+    transposed: bool = False
 
     KERNEL = "conv2d_wgmma"
 
@@ -69,13 +72,21 @@ class WgmmaConfig(_OneBlockOrACluster):
         """Bytes of dynamic shared memory per block.
 
         Beside the stages it has room for what is stored by way of it, whole tiles of 2-byte elements or pieces of
-        32 columns of wider ones, or, where blocks share a tile, for as many partial sums as the two consumers have.
+        them, or, where blocks share a tile, for as many partial sums as the two consumers have.
         """
         stages = self.stages * (self.tile_m + self.tile_n) * self.ROW_BYTES
         if self.cluster:
             return stages + self.CONSUMERS * 64 * self.tile_n * 4
-        piece = self.tile_n * 2 if self.element_size == 2 else self.ROW_BYTES
-        return stages + self.CONSUMERS * self.buffers * self.tile_m * piece
+        if self.transposed and self.element_size == 4:
+            return stages
+        return stages + self.CONSUMERS * self.buffers * self.tile_m * self.piece_n * self.element_size
+
+    @property
+    def piece_n(self) -> int:
+        """Filters whose outputs leave at a time: all of a tile, or 128 bytes of them where shared memory is short."""
+        if self.element_size == 4:
+            return self.tile_n if self.transposed else self.tile_k
+        return self.tile_n if self.tile_m * self.tile_n <= 128 * 128 else self.tile_k
 
     def defines(self) -> dict[str, int | str]:
         return {
@@ -83,13 +94,19 @@ class WgmmaConfig(_OneBlockOrACluster):
             "TILE_M": self.tile_m,
             "TILE_N": self.tile_n,
             "NUM_STAGES": self.stages,
-            **({"SPLIT_K_CLUSTER": self.split_k_slices} if self.cluster else {"BUFFERS": self.buffers}),
+            **(
+                {"SPLIT_K_CLUSTER": self.split_k_slices}
+                if self.cluster
+                else {"TRANSPOSED": int(self.transposed), "PIECE_N": self.piece_n, "BUFFERS": self.buffers}
+            ),
         }
 
     def __str__(self) -> str:
         text = f"{self.tile_m}×{self.tile_n}×{self.tile_k}, {self.stages} stages"
         if self.cluster:
             text += f", split-K {self.split_k_slices} in a cluster"
+        if self.transposed:
+            text += ", transposed"
         return text if self.buffers == 1 else f"{text}, {self.buffers} tiles under way"
 
 
@@ -265,22 +282,30 @@ class BackToBackConfig:
         return f"{text}, {self.cluster_size} blocks a tile" if self.cluster_size > 1 else text
 
 
-WGMMA_TILES = ((128, 128, 5), (128, 64, 8), (64, 256, 4), (64, 128, 8), (64, 64, 10))
-"""(tile_m, tile_n, stages): the wide ones have as many stages as 2-byte tiles on their way out leave room for."""
-
-WGMMA_SHALLOW_TILES = ((128, 128, 3, 2), (128, 64, 6, 2))
-"""The same and buffers, for a small depth, where most of the time goes to residual and output; of 2-byte elements."""
+WGMMA_TILES = (
+    *((128, 128, 5), (128, 64, 8), (64, 256, 4), (64, 128, 8), (64, 64, 10)),
+    *((128, 128, 3, 2), (128, 64, 6, 2)),
+)
+"""(tile_m, tile_n, stages), of 2-byte elements; with buffers those for a small depth, which takes less than the end."""
 
 WGMMA_TF32_TILES = (
-    *((128, 128, 5, 2), (128, 64, 6, 2), (64, 256, 4, 2), (64, 128, 8, 2), (64, 64, 10, 2)),
-    *((128, 64, 4, 4), (64, 128, 5, 6)),
+    *((128, 128, 5, 2), (128, 64, 6, 2), (64, 256, 4, 2), (64, 128, 8, 2), (64, 64, 10, 2), (192, 128, 4, 1)),
+    *((128, 64, 4, 4), (64, 128, 5, 6), (192, 128, 3, 2)),
 )
-"""The same of 4-byte elements, pieces of 32 columns under way; the last two for a small depth."""
+"""The same of 4-byte elements, pieces of 32 columns under way; the last three for a small depth."""
+
+WGMMA_TRANSPOSED_TILES = ((192, 128, 4, 1), (192, 128, 3, 2), (128, 64, 8, 1), (128, 64, 6, 2))
+WGMMA_TRANSPOSED_TF32_TILES = ((192, 128, 5), (128, 128, 7), (128, 64, 9))
+"""The same where pixels are columns."""
 
 WGMMA = tuple(
-    WgmmaConfig(precision, *tile)
+    replace(WgmmaConfig(precision, *tile), transposed=transposed)
     for precision in ("fp16", "bf16", "tf32")
-    for tile in (WGMMA_TF32_TILES if precision == "tf32" else (*WGMMA_TILES, *WGMMA_SHALLOW_TILES))
+    for tiles, transposed in (
+        (WGMMA_TF32_TILES if precision == "tf32" else WGMMA_TILES, False),
+        (WGMMA_TRANSPOSED_TF32_TILES if precision == "tf32" else WGMMA_TRANSPOSED_TILES, True),
+    )
+    for tile in tiles
 )
 """Every form in which conv2d_wgmma is compiled."""
 

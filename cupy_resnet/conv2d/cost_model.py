@@ -109,9 +109,18 @@ def _tensor_core_microseconds(
     return max(arithmetic, _bytes(problem) / (MMA_SHARE_OF_BANDWIDTH * BANDWIDTH)) + reduce + LAUNCH_MICROSECONDS
 
 
-WGMMA_SLICE_MICROSECONDS = 0.41
+WGMMA_SHARED_BYTES_PER_MICROSECOND = 2.0e5
 WGMMA_TILE_MICROSECONDS = 1.0
-"""For a slice of 128×128×64 (fp16), and for a tile beside its slices; from ResNet's 3×3 layers, N = 256 on an H200."""
+"""What shared memory takes and gives, 128 bytes per clock at most, and for a tile beside its slices; from ResNet's 3×3
+layers, N = 256 on an H200.
+"""
+
+
+def _wgmma_slice_microseconds(config: configs.WgmmaConfig) -> float:
+    """Shared memory bounds a slice: what comes to it, and what each instruction, of 64 rows, asks of it."""
+    rows, columns = (config.tile_n, config.tile_m) if config.transposed else (config.tile_m, config.tile_n)
+    asked = rows / 64 * (64 + columns)
+    return (config.tile_m + config.tile_n + asked) * config.ROW_BYTES / WGMMA_SHARED_BYTES_PER_MICROSECOND
 
 
 def _wgmma_microseconds(problem: Conv2dProblem, device: Device, config: configs.WgmmaConfig) -> float:
@@ -119,9 +128,8 @@ def _wgmma_microseconds(problem: Conv2dProblem, device: Device, config: configs.
     if config.cluster:
         return _wgmma_split_k_microseconds(problem, device, config)
     tiles = _ceil(problem.gemm_m, config.tile_m) * _ceil(problem.gemm_n, config.tile_n)
-    share = config.tile_m * config.tile_n / (128 * 128)
-    per_slice = WGMMA_SLICE_MICROSECONDS * max(0.3, share**0.75)
-    per_tile = _ceil(problem.depth, config.tile_k) * per_slice + WGMMA_TILE_MICROSECONDS
+    slices = _ceil(problem.depth, config.tile_k)
+    per_tile = slices * _wgmma_slice_microseconds(config) + WGMMA_TILE_MICROSECONDS
     arithmetic = _ceil(tiles, device.sm_count) * per_tile
     return max(arithmetic, _bytes(problem) / BANDWIDTH) + LAUNCH_MICROSECONDS
 
@@ -135,8 +143,7 @@ on them: guesses."""
 def _wgmma_split_k_microseconds(problem: Conv2dProblem, device: Device, config: configs.WgmmaConfig) -> float:
     """As above, but for a block's share of the depth; a second block on a multiprocessor takes as long again."""
     tiles = _ceil(problem.gemm_m, config.tile_m) * _ceil(problem.gemm_n, config.tile_n)
-    share = config.tile_m * config.tile_n / (128 * 128)
-    per_slice = WGMMA_SPLIT_K_SHARE * WGMMA_SLICE_MICROSECONDS * max(0.3, share**0.75)
+    per_slice = WGMMA_SPLIT_K_SHARE * _wgmma_slice_microseconds(config)
     slices = _ceil(_ceil(problem.depth, config.tile_k), config.split_k_slices)
     sums = config.CONSUMERS * 64 * config.tile_n * 4 / CLUSTER_BYTES_PER_MICROSECOND
     per_block = slices * per_slice + WGMMA_SPLIT_K_MICROSECONDS + sums

@@ -258,7 +258,7 @@ class Wgmma(WgmmaIm2col):
             outputs = tensor_maps.matrix_map(problem, operands.y, problem.K, config.tile_m, factor=False)
             grid, arguments = (
                 (min(tiles, multiprocessors()),),
-                (*factors, residuals, outputs, *operands.tail()[:2], params),
+                (*factors, residuals, outputs, *operands.tail(), params),
             )
         jit.launch(kernel, grid, (config.threads,), arguments, shared=config.shared_memory, waits=True)
 

@@ -16,6 +16,15 @@ __device__ __forceinline__ unsigned finished_pair(float low, float high, unsigne
     return larger_word(pack_pair(low, high, Element{}), floor, Element{});
 }
 
+template <typename Element>
+__device__ __forceinline__ Element lower_element(unsigned word) {
+    return Element{static_cast<unsigned short>(word)};
+}
+template <typename Element>
+__device__ __forceinline__ Element upper_element(unsigned word) {
+    return Element{static_cast<unsigned short>(word >> 16)};
+}
+
 // The biases of this thread's two columns in each of COUNT blocks of 8, of which the first begins with filter k; zeros for
 // blocks that begin behind the last of K filters, or if there are none.
 template <int COUNT>
@@ -41,6 +50,20 @@ __device__ __forceinline__ void load_biases_of_matrices(float2 (&biases)[COUNT],
     }
 }
 
+// Finishes 16 rows by 16 columns of a transposed product, elements of 2 bytes: a row is a filter, of whose biases this thread
+// has two. `words` has residuals, if ADD, as load_transposed gives them, and then results, as store_transposed takes them.
+template <typename Element, bool ADD>
+__device__ __forceinline__ void finish_matrices_of_rows(unsigned (&words)[4], const float* sums, float2 biases, unsigned floor) {
+#pragma unroll
+    for (int matrix = 0; matrix < 4; ++matrix) {
+        const float bias = matrix % 2 ? biases.y : biases.x;
+        const float* const pair = sums + matrix * 2;
+        float low = pair[0] + bias, high = pair[1] + bias;
+        if (ADD) low += to_float(lower_element<Element>(words[matrix])), high += to_float(upper_element<Element>(words[matrix]));
+        words[matrix] = finished_pair<Element>(low, high, floor);
+    }
+}
+
 // Finishes the outputs of a warp in 16 rows of 32 bytes, one block of 8 columns or two: `words` has their residuals, if ADD, as
 // load_matrices gives them, and then the results, as store_matrices takes them.
 template <typename Element, bool ADD>
@@ -54,10 +77,7 @@ __device__ __forceinline__ void finish_matrices(unsigned (&words)[4], const floa
         } else {
             const float* const pair = sums + matrix / 2 * 4 + matrix % 2 * 2;
             float low = pair[0] + biases[matrix / 2].x, high = pair[1] + biases[matrix / 2].y;
-            if (ADD) {
-                low += to_float(Element{static_cast<unsigned short>(words[matrix])});
-                high += to_float(Element{static_cast<unsigned short>(words[matrix] >> 16)});
-            }
+            if (ADD) low += to_float(lower_element<Element>(words[matrix])), high += to_float(upper_element<Element>(words[matrix]));
             words[matrix] = finished_pair<Element>(low, high, floor);
         }
     }

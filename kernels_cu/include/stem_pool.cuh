@@ -24,18 +24,6 @@ __device__ __forceinline__ void leave_out(Row& row, int past) {
     }
 }
 
-// Matrices of 8 × 8 elements of 2 bytes to shared memory, transposed: lane l holds elements (2 · (l % 4), l / 4) and the one
-// below, of matrix i in word i. Lanes 8i … 8i + 7 give the addresses of matrix i's rows.
-__device__ __forceinline__ void store_transposed(unsigned address, const unsigned (&words)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
-                 "r"(words[1]), "r"(words[2]), "r"(words[3])
-                 : "memory");
-}
-__device__ __forceinline__ void store_transposed(unsigned address, const unsigned (&words)[2]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(words[0]), "r"(words[1])
-                 : "memory");
-}
-
 // Pools the columns of a row: pooled column i is the largest of columns 2i − 1, 2i, 2i + 1, and of 2i, 2i + 1 for i = 0. The
 // tile gets pooled columns as rows of 64 filters.
 __device__ __forceinline__ void pool(unsigned tile, const Row& row) {
