@@ -73,9 +73,10 @@ struct Factors {
 
 // Asks for all slices of the block's tiles, as stages become free. `residuals` is null where there are none.
 __device__ __forceinline__ void produce(const Factors& factors, const Factors& shortcut, const TensorMap* residuals,
-                                        Barriers& barriers, unsigned stages, const Conv2dParams& params, int tiles_n) {
+                                        Barriers& barriers, unsigned stages, const Conv2dParams& params, const Turns& turns,
+                                        int tiles_n) {
     Place place{0, 1};  // the phase before the first counts as complete: all stages are free
-    for (int tile = blockIdx.x; tile / tiles_n * TILE_M < params.gemm_m; tile += gridDim.x) {
+    for (int tile = turns.first; turns.have(tile); tile += turns.step) {
         const int m0 = tile / tiles_n * TILE_M, n0 = tile % tiles_n * TILE_N;
         const OutputPixel first = output_pixel(params, m0);
         // The stages are ahead of the consumers, by several tiles where these are shallow: so is the residual then.
@@ -281,6 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
     const int tiles_n = (params.K + TILE_N - 1) / TILE_N;
+    const Turns turns(params, (params.gemm_m + TILE_M - 1) / TILE_M * tiles_n);
     const int slices = params.R * params.S * (params.C / SLICE_CHANNELS) + params.shortcut_channels / SLICE_CHANNELS;
     const unsigned stages = shared_address(shared);
 
@@ -295,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (threadIdx.x == 0) {
             produce({pixels, filters}, {shortcut_pixels, shortcut_filters}, residual ? &residuals : nullptr, barriers, stages,
-                    params, tiles_n);
+                    params, turns, tiles_n);
         }
         return;
     }
@@ -303,17 +305,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int consumer = warpgroup - 1;
     const bool elected = threadIdx.x % WARPGROUP == 0;
     unsigned char* const staged_pieces = shared + NUM_STAGES * STAGE_BYTES + consumer * BUFFERS * PIECE_BYTES;
-    const int step = CONSUMERS * gridDim.x, first_tile = blockIdx.x + consumer * gridDim.x;
+    const int step = CONSUMERS * turns.step, first_tile = turns.first + consumer * turns.step;
     // Asks for the residual of this consumer's piece of this number, of `tile`, as soon as its place has been stored from. Where
     // there is no residual only the place of the piece that is next must be free.
     const auto make_room = [&](int number, int tile) {
         if (!elected) return;
         residual ? store_wait<BUFFERS - AHEAD>() : store_wait<BUFFERS - 1>();
-        const int m0 = tile / tiles_n * TILE_M;
-        if (!residual || m0 >= params.gemm_m) return;
+        if (!residual || !turns.have(tile)) return;
         const unsigned barrier = shared_address(&barriers.residual[consumer][number % BUFFERS]);
         const unsigned place = shared_address(staged_pieces) + number % BUFFERS * PIECE_BYTES;
-        const int n0 = tile % tiles_n * TILE_N + number % PIECES * PIECE_N;
+        const int m0 = tile / tiles_n * TILE_M, n0 = tile % tiles_n * TILE_N + number % PIECES * PIECE_N;
         barrier_arrive_expecting(barrier, PIECE_BYTES);
         for (int i = 0; i < BOXES; ++i) {
             fetch_box(place + i * BOX_BYTES, residuals, barrier, n0 + i * SLICE_CHANNELS, m0);
@@ -325,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int number = 0; STAGED && number < (PIECES > 1 ? AHEAD : BUFFERS - 1); ++number) {
         make_room(number, first_tile + number / PIECES * step);
     }
-    for (int tile = first_tile; tile / tiles_n * TILE_M < params.gemm_m; tile += step, ++turn) {
+    for (int tile = first_tile; turns.have(tile); tile += step, ++turn) {
         const int m0 = tile / tiles_n * TILE_M, n0 = tile % tiles_n * TILE_N;
         if (STAGED && BUFFERS == 1 && PIECES == 1) make_room(turn, tile);
         float2 biases[PAIRS];  // many at once: one after the other they would take as long as many a tile's products

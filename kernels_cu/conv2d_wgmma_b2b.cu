@@ -140,7 +140,7 @@ extern "C" __global__ void IN_A_CLUSTER __launch_bounds__(THREADS, 1)
     Consumer consumer{maps, barriers, work, warpgroup - 1, threadIdx.x % WARPGROUP == 0, {0, 0}, {0, 0}, {0, 0}, 0, 0, -1};
     const unsigned first_floor = floor_word(first.relu, ELEMENT{}), second_floor = floor_word(second.relu, ELEMENT{});
     const unsigned next_floor = floor_word(next_relu, ELEMENT{});
-    for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
+    for (int tile = work.turns.first; work.turns.have(tile); tile += work.turns.step) {
         if (work.resident) consumer.filter = {0, 0};
         unsigned long long middle[MIDDLE / STEP][2];
         {

@@ -53,17 +53,17 @@ struct Barriers : PatchBarriers {
 // Asks for all patches and slices of the filter that the block's tiles need, as their places become free; for `residuals` to
 // come to L2 meanwhile, unless that is null.
 __device__ __forceinline__ void produce(const TensorMap& pixels, const TensorMap& filters, Barriers& barriers, unsigned patches,
-                                        unsigned stages, const PatchTile& shape, const Conv2dParams& params, int tiles,
+                                        unsigned stages, const PatchTile& shape, const Conv2dParams& params, const Turns& turns,
                                         int tiles_k, bool resident, const TensorMap* residuals) {
     Place stage{0, 1}, patch{0, 1};  // the phase before the first counts as complete: all places are free
-    for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
+    for (int number = turns.first; turns.have(number); number += turns.step) {
         const Tile tile(number, tiles_k, shape);
         for (int k = 0; residuals && k < FILTERS; k += SLICE_CHANNELS) {
             prefetch_box(*residuals, tile.k + k, 0, tile.p, tile.n);
         }
         for (int c = 0; c < params.C; c += SLICE_CHANNELS) {
             fetch_patch(pixels, barriers, patches, patch, shape, params, tile, c);
-            if (!resident || number == blockIdx.x) fetch_taps(filters, barriers, stages, stage, shape, params, tile, c);
+            if (!resident || number == turns.first) fetch_taps(filters, barriers, stages, stage, shape, params, tile, c);
         }
     }
 }
@@ -200,7 +200,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     write_zeros_behind_patches(shared, shape, THREADS);
     for (int i = threadIdx.x; !STAGED && i < PIXELS; i += THREADS) pixel_of[i] = pixel_at(i, shape, params);
     __syncthreads();
-    const int tiles_k = (params.K + FILTERS - 1) / FILTERS, tiles = shape.pixel_tiles * tiles_k;
+    const int tiles_k = (params.K + FILTERS - 1) / FILTERS;
+    const Turns turns(params, shape.pixel_tiles * tiles_k);
     const int chunks = params.C / SLICE_CHANNELS, slices = params.R * params.S * chunks;
     const bool resident = tiles_k == 1 && slices <= shape.num_stages;  // the whole filter has room: it is fetched once
     const unsigned patches = shared_address(shared), staged_tiles = patches + PATCHES * shape.patch_bytes;
@@ -216,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warpgroup == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (threadIdx.x == 0) {
-            produce(pixels, filters, barriers, patches, stages, shape, params, tiles, tiles_k, resident,
+            produce(pixels, filters, barriers, patches, stages, shape, params, turns, tiles_k, resident,
                     !STAGED && residual ? &residuals : nullptr);
         }
         return;
@@ -234,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     pass_over(consumer);
     int turn = 0;
-    for (int number = blockIdx.x + consumer * gridDim.x; number < tiles; number += CONSUMERS * gridDim.x, ++turn) {
+    for (int number = turns.first + consumer * turns.step; turns.have(number); number += CONSUMERS * turns.step, ++turn) {
         const Tile tile(number, tiles_k, shape);
         if (STAGED && elected) {
             store_wait();

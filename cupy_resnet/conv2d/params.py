@@ -10,7 +10,7 @@ PARAMS_FIELDS = (
     "N", "H", "W", "C", "K", "R", "S", "P", "Q",
     "stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w",
     "groups", "group_channels", "group_filters", "gemm_m", "gemm_k", "relu",
-    "shortcut_channels", "shortcut_stride",
+    "shortcut_channels", "shortcut_stride", "backwards",
 )  # fmt: skip
 """Fields of ``Conv2dParams`` in kernels_cu/include/conv2d_params.cuh, in order; all are 32-bit ints."""
 
@@ -18,12 +18,14 @@ PARAMS_DTYPE = np.dtype([(name, np.int32) for name in PARAMS_FIELDS])
 
 
 @lru_cache(maxsize=4096)
-def conv2d_params(problem: Conv2dProblem, relu: bool) -> np.ndarray:
+def conv2d_params(problem: Conv2dProblem, relu: bool, backwards: int = 0) -> np.ndarray:
     """Returns the problem as a one-element structured array, which CuPy passes to a kernel by value."""
     params = np.zeros(1, PARAMS_DTYPE)
     for name in PARAMS_FIELDS:
         if name == "relu":
             params[name] = relu
+        elif name == "backwards":
+            params[name] = backwards
         elif name == "group_filters":
             params[name] = problem.gemm_n
         else:

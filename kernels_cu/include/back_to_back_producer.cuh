@@ -11,12 +11,13 @@ struct Maps {
 
 // What both sides know of the block's work.
 struct Work {
-    int tiles, slices;   // of the output; of the first product's depth
+    Turns turns;         // at the tiles of the output
+    int slices;          // of the first product's depth
     bool resident;       // all filters have room as a whole: they are fetched once
     unsigned pixels, filters, staying;  // where the stages, and what stays for a tile, begin
 
     __device__ __forceinline__ Work(const Conv2dParams& first, const Conv2dParams& second, unsigned shared)
-        : tiles((first.gemm_m + TILE_M - 1) / TILE_M),
+        : turns(first, (first.gemm_m + TILE_M - 1) / TILE_M),
           slices(first.R * first.S * (first.C / SLICE)),
           resident(slices + second.K / CLUSTER / COLUMNS * (SECOND_STAGES + (NEXT ? PARTS * SLICES : 0)) <= FILTER_STAGES),
           pixels(shared),
@@ -60,8 +61,8 @@ __device__ __forceinline__ void produce(const Maps& maps, Barriers& barriers, co
     Place pixel{0, 1};  // the phase before the first counts as complete: all stages are free
     Place filter{0, 1};
     Place shortcut{0, 1};
-    for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
-        const bool with_filters = !work.resident || tile == blockIdx.x;
+    for (int tile = work.turns.first; work.turns.have(tile); tile += work.turns.step) {
+        const bool with_filters = !work.resident || tile == work.turns.first;
         const int m0 = tile * TILE_M;
         const OutputPixel begin = output_pixel(first, m0);
         const int w = begin.q * first.stride_w - first.pad_w, h = begin.p * first.stride_h - first.pad_h;

@@ -20,6 +20,19 @@ struct Conv2dParams {
     int relu;                    // whether the epilogue ends with ReLU
     int shortcut_channels;       // C of a second input, a 1×1 convolution of which is added; 0: there is none
     int shortcut_stride;         // its step in both directions
+    int backwards;               // whether blocks take the tiles from the last one on, if they take several
+};
+
+// The tiles that a block takes, of `count` all blocks together: each as many after the one before as there are blocks, or
+// before it.
+struct Turns {
+    int count, first, step;
+
+    __device__ __forceinline__ Turns(const Conv2dParams& params, int count)
+        : count(count),
+          first(params.backwards & 1 ? count - 1 - static_cast<int>(blockIdx.x) : blockIdx.x),
+          step(params.backwards & 1 ? -static_cast<int>(gridDim.x) : gridDim.x) {}
+    __device__ __forceinline__ bool have(int tile) const { return static_cast<unsigned>(tile) < static_cast<unsigned>(count); }
 };
 
 // Splits a row of the matrix product into its output pixel.
