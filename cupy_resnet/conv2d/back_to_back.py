@@ -68,6 +68,7 @@ class BackToBackOperands(NamedTuple):
         relus: whether a ReLU ends the first, and the second.
         shortcut: of the second, if the pair has one.
         following: if the pair has one.
+        backwards: begin with the last tile: no bit of the results depends on it.
     """
 
     x: "cupy.ndarray"
@@ -78,6 +79,7 @@ class BackToBackOperands(NamedTuple):
     relus: tuple[bool, bool]
     shortcut: Shortcut | None = None
     following: Following | None = None
+    backwards: bool = False
 
 
 def configurations() -> Sequence[BackToBackConfig]:
@@ -191,7 +193,7 @@ def launch_back_to_back(pair: Conv2dPair, operands: BackToBackOperands, config: 
         tensor_maps.matrix_map(second, operands.y, second.K, config.tile_m // config.consumers, factor=False),
         *next_maps,
         *(NULL if bias is None else bias for bias in (*operands.biases, next_bias)),
-        conv2d_params(first, operands.relus[0]),
+        conv2d_params(first, operands.relus[0], operands.backwards),
         conv2d_params(second, operands.relus[1]),
         np.int32(next_relu),
     )

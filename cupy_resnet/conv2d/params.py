@@ -17,17 +17,15 @@ PARAMS_FIELDS = (
 PARAMS_DTYPE = np.dtype([(name, np.int32) for name in PARAMS_FIELDS])
 
 
-@lru_cache(maxsize=4096)
-def conv2d_params(problem: Conv2dProblem, relu: bool, backwards: int = 0) -> np.ndarray:
+def conv2d_params(problem: Conv2dProblem, relu: bool, backwards: bool = False) -> np.ndarray:
     """Returns the problem as a one-element structured array, which CuPy passes to a kernel by value."""
+    return _params(problem, relu, backwards)
+
+
+@lru_cache(maxsize=4096)
+def _params(problem: Conv2dProblem, relu: bool, backwards: bool) -> np.ndarray:
+    others = {"relu": relu, "backwards": backwards, "group_filters": problem.gemm_n}
     params = np.zeros(1, PARAMS_DTYPE)
     for name in PARAMS_FIELDS:
-        if name == "relu":
-            params[name] = relu
-        elif name == "backwards":
-            params[name] = backwards
-        elif name == "group_filters":
-            params[name] = problem.gemm_n
-        else:
-            params[name] = getattr(problem, name)
+        params[name] = others[name] if name in others else getattr(problem, name)
     return params

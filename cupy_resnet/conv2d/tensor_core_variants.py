@@ -246,7 +246,7 @@ class Wgmma(WgmmaIm2col):
                 tensor_maps.im2col_map(alone, shortcut.x, config.tile_m),
                 tensor_maps.matrix_map(alone, shortcut.filter.weight, alone.C, config.tile_n),
             )
-        params = conv2d_params(problem, operands.relu)
+        params = conv2d_params(problem, operands.relu, operands.backwards)
         grid: tuple[int, ...]
         arguments: tuple[Any, ...]
         if config.cluster:

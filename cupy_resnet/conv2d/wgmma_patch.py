@@ -186,7 +186,7 @@ class WgmmaPatch(HopperVariant):
         described = (
             *operands.tail(),
             np.array(astuple(tile), np.int32).view(f"V{4 * len(astuple(tile))}"),
-            conv2d_params(problem, operands.relu),
+            conv2d_params(problem, operands.relu, operands.backwards),
         )
         tiles = tile_count(problem, tile)
         grid: tuple[int, ...]

@@ -20,18 +20,18 @@ struct Conv2dParams {
     int relu;                    // whether the epilogue ends with ReLU
     int shortcut_channels;       // C of a second input, a 1×1 convolution of which is added; 0: there is none
     int shortcut_stride;         // its step in both directions
-    int backwards;               // whether blocks take the tiles from the last one on, if they take several
+    int backwards;               // whether a persistent kernel of Hopper takes its tiles from the last one on
 };
 
-// The tiles that a block takes, of `count` all blocks together: each as many after the one before as there are blocks, or
-// before it.
+// The tiles, of `count` in all, that a block of a persistent kernel takes in turn: every gridDim.x-th. Kernels that follow each
+// other begin at opposite ends: what one has stored last is in L2 still when the next one reads it first.
 struct Turns {
     int count, first, step;
 
     __device__ __forceinline__ Turns(const Conv2dParams& params, int count)
         : count(count),
-          first(params.backwards & 1 ? count - 1 - static_cast<int>(blockIdx.x) : blockIdx.x),
-          step(params.backwards & 1 ? -static_cast<int>(gridDim.x) : gridDim.x) {}
+          first(params.backwards ? count - 1 - static_cast<int>(blockIdx.x) : blockIdx.x),
+          step(params.backwards ? -static_cast<int>(gridDim.x) : gridDim.x) {}
     __device__ __forceinline__ bool have(int tile) const { return static_cast<unsigned>(tile) < static_cast<unsigned>(count); }
 };
 

@@ -34,6 +34,17 @@ class Convolutions(Layouts):
     strict: bool
     spread_nan: bool
 
+    _backwards = False
+    """Whether the newest launch took its tiles from the last one on."""
+
+    def _turn(self) -> bool:
+        """Returns whether the next launch should take its tiles backwards: the other way than the one before.
+
+        So it reads first what that one has stored last, as far as that is in L2 still. A stem goes forwards.
+        """
+        self._backwards = not self._backwards
+        return self._backwards
+
     def conv2d(
         self,
         x: Any,
@@ -67,7 +78,7 @@ class Convolutions(Layouts):
             # Every kernel has read an element of the residual before it writes that of the output, and no other one.
             y = self._output("conv2d", problem.output_shape, residual if overwrite_residual else None)
             if y.size:
-                operands = Operands(x, filter, bias, residual, y, relu, second)
+                operands = Operands(x, filter, bias, residual, y, relu, second, self._turn())
                 VARIANTS[choice.variant].launch(problem, operands, choice.config)
             return y
 
@@ -126,11 +137,14 @@ class Convolutions(Layouts):
                 return back_to_back_by_parts(cast(Ops, self), x, filters, (first, second), geometry, **of_second)
             # As in `conv2d`: of the residual too, each element is read before it is overwritten.
             y = self._output(op, pair.output_shape, residual if overwrite_residual else None)
-            operands = BackToBackOperands(x, filters, (first, second), residual, y, (True, relu), added)
-            z = None
+            z, third_operands = None, None
             if third is not None and pair.third is not None:
                 z = self._output(op, pair.third.output_shape)
-                operands = operands._replace(following=FollowingOperands(*third, True, z))
+                third_operands = FollowingOperands(*third, True, z)
+            biases_of_pair, relus = (first, second), (True, relu)
+            operands = BackToBackOperands(
+                x, filters, biases_of_pair, residual, y, relus, added, third_operands, self._turn()
+            )
             launch_back_to_back(pair, operands, config)
             return y, z
 
@@ -191,6 +205,7 @@ class Convolutions(Layouts):
             bias = self._float32("stem", "bias", bias, x)
             means, stds = self._normalization("stem", x.shape[3], mean, std)
             y = self._output("stem", shape, out)
+            self._backwards = False
             if y.size:
                 STEM_LAUNCHES[kernel](x, filter, bias, means, stds, y, self.arithmetic)
             return y
