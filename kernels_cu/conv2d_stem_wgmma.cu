@@ -14,16 +14,17 @@
 // This rung  against conv2d_stem: the filters stay in the consumer's registers for good, so that shared memory gives pixels
 //            only. Two neighbouring outputs begin 2 columns = 8 elements = 16 bytes apart: 8 of them are 128 bytes one after
 //            the other, just what the instruction takes for 8 rows of an operand that is not swizzled. The im2col matrix is
-//            the input row itself, read with overlaps. Only the last of 7 columns needs a copy beside zeros, as the column
-//            behind it, though its weights are zeros, might be NaN. A block goes down the image: each row of the convolution
-//            is computed, rounded and compared in registers with those above it, so that only pooled rows leave them. As
-//            soon as its sums are rounded to half as many registers the next row's products take their place, and run while
-//            this row is compared, pooled and stored; what is left between the two is filled by the other block of the
-//            multiprocessor. The producer says for all what it has written to the tensor cores: the same fence in a
-//            consumer would wait for the outputs that are on their way to memory. A warp that loads the rows itself waits
-//            for memory once per pair, however many it has asked for: its few counters of outstanding loads are waited for
-//            as a whole. So the accelerator brings them, three pairs ahead, and the producer only converts; but rows that
-//            are not aligned to 16 bytes it loads itself. Bytes are converted once each, to a table.
+//            the input row itself, read with overlaps. Only the last of 7 columns needs a copy, as the column behind it,
+//            though its weights are zeros, might be NaN. Beside the copy stand ones, whose weights are the bias in parts, so
+//            that sums need none. A block goes down the image: each row of the convolution is computed, rounded and compared
+//            in registers with those above it, so that only pooled rows leave them. As soon as its sums are rounded to half as
+//            many registers the next row's products take their place, and run while this row is compared, pooled and stored;
+//            what is left between the two is filled by the other block of the multiprocessor. The producer says for all what
+//            it has written to the tensor cores: the same fence in a consumer would wait for the outputs that are on their way
+//            to memory. A warp that loads the rows itself waits for memory once per pair, however many it has asked for: its
+//            few counters of outstanding loads are waited for as a whole. So the accelerator brings them, three pairs ahead,
+//            and the producer only converts; but rows that are not aligned to 16 bytes it loads itself. Bytes are converted
+//            once each, to a table.
 #include "dependent_launch.cuh"
 #include "normalize.cuh"
 #include "stem_params.cuh"
@@ -47,7 +48,7 @@ constexpr int BLOCKS = PIXELS / 8, POOLED = PIXELS / 2;      // of a row: column
 
 // A row of input in shared memory. A cell is two columns of 4 channels: cell j of a tile holds columns 2j − 3 and 2j − 2,
 // counted from where its first output would begin without padding. Output q reads cells q, q + 1, q + 2, and of a second array
-// the last cell q: column 2q + 3, then zeros.
+// the last cell q: column 2q + 3, then 1, 1, 1, 0.
 constexpr int CELL_BYTES = 16, CELLS = PIXELS + 2, ROW_BYTES = (CELLS + PIXELS) * CELL_BYTES;
 // Pair i holds input rows 2i − 3 and 2i − 2: row p of the convolution reads pairs p to p + 3 but for the very last row.
 constexpr int PAIRS = 8, PAIR_BYTES = 2 * ROW_BYTES, PAIRS_READ = 4;
@@ -82,8 +83,16 @@ __device__ __forceinline__ void pair_stored(unsigned barrier) {
 #include "stem_pool.cuh"
 #include "stem_producer.cuh"
 
-// This thread's words of 64 filters, as the instruction takes them.
-__device__ __forceinline__ void load_filters(unsigned long long (&filters)[STEPS][2], const ELEMENT* filter) {
+// A bias as three elements whose sum it is, and zero: what the three ones beside a row's last column are multiplied with. One
+// beyond what an element can be is infinite.
+__device__ __forceinline__ void split_bias(unsigned (&words)[2], float bias) {
+    const auto rounded = [](float value) { return to_float(ELEMENT{static_cast<unsigned short>(pack_pair(value, 0, ELEMENT{}))}); };
+    const float first = rounded(bias), rest = first - first == 0 ? bias - first : 0.0f, second = rounded(rest);
+    words[0] = pack_pair(first, second, ELEMENT{}), words[1] = pack_pair(rest - second, 0, ELEMENT{});
+}
+
+// This thread's words of 64 filters, as the instruction takes them. Their first rows have the bias as an eighth column.
+__device__ __forceinline__ void load_filters(unsigned long long (&filters)[STEPS][2], const ELEMENT* filter, const float* bias) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % WARPGROUP / 32;
     const unsigned* const words = reinterpret_cast<const unsigned*>(filter) + (warp * 16 + lane / 4) * WORDS + lane % 4;
 #pragma unroll
@@ -94,6 +103,11 @@ __device__ __forceinline__ void load_filters(unsigned long long (&filters)[STEPS
             filters[step][half] = static_cast<unsigned long long>(lower) << 32 | upper;
         }
     }
+    // The last 4 of the second instruction's 16 elements belong to lanes with t = 2 and 3.
+    unsigned upper[2], lower[2];
+    split_bias(upper, bias[warp * 16 + lane / 4]), split_bias(lower, bias[warp * 16 + lane / 4 + 8]);
+    const unsigned high = lane % 4 == 2 ? upper[0] : upper[1], low = lane % 4 == 2 ? lower[0] : lower[1];
+    if (lane % 4 >= 2) filters[1][1] = static_cast<unsigned long long>(low) << 32 | high;
 }
 
 // Begins to compute a row of the convolution from four pairs, the first of them the given one of the block.
@@ -137,9 +151,8 @@ struct Target {
 };
 
 // Multiplies and pools all units of the block; there is at least one.
-__device__ __forceinline__ void consume(const unsigned long long (&filters)[STEPS][2], const float (&biases)[2], ELEMENT* y,
-                                        unsigned char* shared, Barriers& barriers, const Units& units,
-                                        const StemParams& params) {
+__device__ __forceinline__ void consume(const unsigned long long (&filters)[STEPS][2], ELEMENT* y, unsigned char* shared,
+                                        Barriers& barriers, const Units& units, const StemParams& params) {
     const int thread = threadIdx.x % WARPGROUP;
     const unsigned char* const source = shared + thread / 8 * TILE_PITCH + thread % 8 * 16;
     int tile = PAIRS * PAIR_BYTES, other_tile = tile + TILE_BYTES;
@@ -156,10 +169,7 @@ __device__ __forceinline__ void consume(const unsigned long long (&filters)[STEP
     Row row, kept;  // kept: of the rows above those that belong to the next pooled row, the largest, or 0
     const auto pack = [&] {
 #pragma unroll
-        for (int i = 0; i < 2 * BLOCKS; ++i) {
-            const int m = i % 2, j = i / 2;
-            row[m][j] = pack_pair(sums[2 * i] + biases[m], sums[2 * i + 1] + biases[m], ELEMENT{});
-        }
+        for (int i = 0; i < 2 * BLOCKS; ++i) row[i % 2][i / 2] = pack_pair(sums[2 * i], sums[2 * i + 1], ELEMENT{});
     };
     const auto finish = [&] {
 #pragma unroll
@@ -248,12 +258,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 184;");
     unsigned long long filters[STEPS][2];
-    load_filters(filters, filter + static_cast<long long>(k0) * WORDS * 2);
-    const int k = threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
-    const float biases[2] = {bias[k0 + k], bias[k0 + k + 8]};
+    load_filters(filters, filter + static_cast<long long>(k0) * WORDS * 2, bias + k0);
     // They are here before the wait: what does not change is fetched while earlier kernels run.
 #pragma unroll
     for (int i = 0; i < 2 * STEPS; ++i) asm volatile("" : "+l"(filters[i / 2][i % 2]));
     wait_for_earlier_kernels();  // they may still read y
-    if (blockIdx.x < units.count) consume(filters, biases, y + k0, shared, barriers, units, params);
+    if (blockIdx.x < units.count) consume(filters, y + k0, shared, barriers, units, params);
 }

@@ -180,6 +180,8 @@ MISTAKES = {
         "        pack();\n        end_row(sums);\n",
     ),
     "a row that ends in the unit above is stored": ("? 0 : target.behind", "? target.behind : target.behind"),
+    "the bias in other filters": ("bias[warp * 16 + lane / 4 + 8]", "bias[warp * 16 + lane / 4]"),
+    "no ones beside the last column": ("pack_pair(1, 1, ELEMENT{})", "pack_pair(1, 0, ELEMENT{})"),
     "no copy of the last column": ("(CELLS - 2) * CELL_BYTES / 16;", "CELL_BYTES / 16;"),
     "columns outside of the map": ("past % 2 == 1) leave_out", "past % 2 == 2) leave_out"),
     "y before earlier kernels have ended": ("wait_for_earlier_kernels();  // they may", "// they may"),

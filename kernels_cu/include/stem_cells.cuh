@@ -30,7 +30,7 @@ __device__ __forceinline__ unsigned convert(const Input (&pixel)[CHANNELS], int 
     }
 }
 
-// Converts and stores a thread's cells of a pair; zeros outside the image.
+// Converts and stores a thread's cells of a pair; zeros outside the image. Beside the last column stand ones for the bias.
 template <bool NORMALIZE>
 __device__ __forceinline__ void store_cells(unsigned char* pair, const Cells& cells, const Conversion& conversion) {
     const int thread = static_cast<int>(threadIdx.x);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void store_cells(unsigned char* pair, const Cells& ce
         }
         unsigned char* const place = pair + row * ROW_BYTES + thread * CELL_BYTES;
         if (thread < CELLS) store_chunk(place, cell);
-        cell.words[2] = cell.words[3] = 0;
+        cell.words[2] = pack_pair(1, 1, ELEMENT{}), cell.words[3] = pack_pair(1, 0, ELEMENT{});
         if (thread >= 3) store_chunk(place + (CELLS - 3) * CELL_BYTES, cell);
     }
 }
