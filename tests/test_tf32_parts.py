@@ -47,6 +47,11 @@ def test_infinities_stay_and_what_is_too_large_becomes_one() -> None:
     np.testing.assert_array_equal(nearest_tf32(values), [np.inf, -np.inf, np.inf, -np.inf, values[-1]])
 
 
+def test_every_nan_stays_one() -> None:
+    values = np.array([0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0xFFC00000], np.uint32).view(np.float32)
+    assert np.isnan(nearest_tf32(values)).all()
+
+
 class HostArrays(CudaArrays):
     """Filters stay where they are."""
 

@@ -11,7 +11,7 @@ from .device import Device
 from .params import conv2d_params
 from .problem import Conv2dProblem
 from .tensor_core_variants import WgmmaIm2col, multiprocessors
-from .tf32_parts import split_tf32
+from .tf32_parts import MULTIPLIED, split_tf32
 from .variant import Filter, Operands, blocks
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def split_filter(filter: Filter) -> "cupy.ndarray":
         parts = cupy.empty((2, *weight.shape), cupy.float32)
         parts[0], parts[1] = split_tf32(weight)
         bits = parts.view(np.uint32)
-        bits &= np.uint32(0xFFFFE000)
+        bits &= MULTIPLIED
         return parts
 
     return filter.derived("3xtf32", make)

@@ -77,7 +77,7 @@ class Ops(Protocol):
 
     def filter(self, weight: Any) -> Any:
         """Prepares a NumPy KRSC filter (K, R, S, C/groups) for `conv2d`: rounds it from float32 or float64 to what
-        activations are stored as. The engine may keep packed forms beside it.
+        activations are stored as, or, where an engine multiplies TF32, to that. It may keep packed forms beside it.
         """
 
     def pixels(

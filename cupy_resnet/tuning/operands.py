@@ -11,6 +11,7 @@ from ..conv2d import PRECISIONS, VARIANTS, Conv2dPair, Conv2dProblem
 from ..conv2d.back_to_back import BackToBackOperands, Following, launch_back_to_back
 from ..conv2d.pieces import halves
 from ..conv2d.problem import Problem
+from ..conv2d.tf32_parts import nearest_tf32
 from ..conv2d.variants import Filter, Operands, Shortcut
 from .entrants import Apart, Candidate
 from .workloads import Workload
@@ -117,7 +118,7 @@ def make_operands(workload: Workload, normal: np.ndarray, *, cold_l2: bool) -> l
     activation = stored(numbers, problem.precision)
     biases = [repeat(numbers, (part.K,), 7 + 4 * n) for n, part in enumerate(parts)]
     # Outputs are near 1, as inputs are.
-    scaled = [stored(numbers / np.float32(np.sqrt(part.depth)), problem.precision) for part in (*parts, adding)]
+    scaled = [filter_values(numbers / np.float32(np.sqrt(part.depth)), problem.precision) for part in (*parts, adding)]
     filters = [  # each with numbers of its own
         [Filter(repeat(scaled[i], shape, 1009 * n + 4001 * i)) for i, shape in enumerate(filter_shapes)]
         for n in range(filter_sets)
@@ -179,6 +180,11 @@ def repeat(values: "cupy.ndarray", shape: tuple[int, ...], start: int) -> "cupy.
         out[filled : filled + part.size] = part
         filled, start = filled + part.size, 0
     return out.reshape(shape)
+
+
+def filter_values(values: "cupy.ndarray", precision: str) -> "cupy.ndarray":
+    """float32 as a filter of an engine has it: as `stored`, but in TF32 rounded."""
+    return nearest_tf32(values) if precision == "tf32" else stored(values, precision)
 
 
 def stored(values: "cupy.ndarray", precision: str) -> "cupy.ndarray":

@@ -58,7 +58,7 @@ class CudaArrays:
         if self.precision == "tf32":
             # Kernels round to TF32 anyway. Bits that are zero cost less energy on their way from L2, and where a card
             # meets the limit of its power, energy is time.
-            weight = np.where(np.isnan(weight), weight, nearest_tf32(weight))
+            weight = nearest_tf32(weight)
         return Filter(self._weights(weight))
 
     def _weights(self, array: np.ndarray) -> "cupy.ndarray":
