@@ -7,7 +7,7 @@
 // GEMM view  as conv2d_mma; a slice of the depth is 128 bytes of channels of one tap. The shortcut is more depth:
 //            [im2col(x) | x0 at every stride-th row and column] · [filter; its filter].
 // Layouts    x and x0 NHWC, filters KRSC, residual and y NPQK, all ELEMENT; bias K in fp32.
-// Grid       x: one block per multiprocessor, or fewer; tiles are taken in turn, filters fastest.
+// Grid       x: one block per multiprocessor, or fewer; tiles are taken in turn, filters fastest, from either end.
 //            Block 384 threads: a producer warpgroup, of which one thread works, and two consumers.
 // Shared     NUM_STAGES · (TILE_M + TILE_N) · 128 + 2 · BUFFERS · TILE_M · PIECE_N elements, dynamic; the latter not if TRANSPOSED
 //            for 4-byte elements.
@@ -23,6 +23,7 @@
 #include "tensor_core.cuh"
 #include "tensor_memory.cuh"
 #include "transposed_matrices.cuh"
+#include "turns.cuh"
 #include "warpgroup.cuh"
 
 #ifndef TILE_M
@@ -282,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
     const int tiles_n = (params.K + TILE_N - 1) / TILE_N;
-    const Turns turns(params, (params.gemm_m + TILE_M - 1) / TILE_M * tiles_n);
+    const Turns turns((params.gemm_m + TILE_M - 1) / TILE_M * tiles_n, params.backwards);
     const int slices = params.R * params.S * (params.C / SLICE_CHANNELS) + params.shortcut_channels / SLICE_CHANNELS;
     const unsigned stages = shared_address(shared);
 

@@ -12,7 +12,7 @@
 // Layouts    x and x0 NHWC, first KRSC, second [K][MIDDLE], shortcut_filter [K][SHORTCUT], next [NEXT][K], residual and y NPQK,
 //            z with NEXT channels, all ELEMENT; biases in fp32. y may be the residual; z may be nothing else. In TF32 every 8
 //            filters stand in the order 0 4 1 5 2 6 3 7: see pair_epilogue.cuh; so do not biases.
-// Grid       x: one block per multiprocessor, or fewer; tiles of pixels are taken in turn. z: CLUSTER.
+// Grid       x: one block per multiprocessor, or fewer; tiles of pixels are taken in turn, from either end. z: CLUSTER.
 //            Block 128 · (1 + TILE_M / 64) threads: a producer warpgroup, of which one thread works, and a consumer for each
 //            64 pixels of the tile.
 // Shared     (PIXEL_STAGES + the slices that stay) · TILE_M · 128 + FILTER_STAGES · MIDDLE · 128 bytes, dynamic.
@@ -35,6 +35,7 @@
 #include "stage_ring.cuh"
 #include "tensor_core.cuh"
 #include "tensor_memory.cuh"
+#include "turns.cuh"
 #include "warpgroup.cuh"
 
 #ifndef TILE_M

@@ -6,7 +6,7 @@
 //            The accelerator rounds TF32 operands to nearest on their way; residual and output do not pass through it.
 // GEMM view  the product is transposed: 64 filters by PIXELS pixels. The depth is ordered (slice of channels, r, s, channel).
 // Layouts    x NHWC, filter KRSC, residual and y NPQK, all ELEMENT; bias K in fp32.
-// Grid       x: one block per multiprocessor, or fewer; tiles are taken in turn, filters fastest.
+// Grid       x: one block per multiprocessor, or fewer; tiles are taken in turn, filters fastest, from either end.
 //            Block a producer warpgroup, of which one thread works, and two or three consumers that take turns.
 // Shared     2 patches, 2 tiles on their way out (without the latter for TF32), num_stages · 64 · 128 bytes of filter; see
 //            PatchTile and cupy_resnet/conv2d/wgmma_patch.py.
@@ -22,6 +22,7 @@
 #include "epilogue.cuh"
 #include "tensor_memory.cuh"
 #include "transposed_matrices.cuh"
+#include "turns.cuh"
 #include "warpgroup.cuh"
 
 #ifndef PIXELS
@@ -201,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = threadIdx.x; !STAGED && i < PIXELS; i += THREADS) pixel_of[i] = pixel_at(i, shape, params);
     __syncthreads();
     const int tiles_k = (params.K + FILTERS - 1) / FILTERS;
-    const Turns turns(params, shape.pixel_tiles * tiles_k);
+    const Turns turns(shape.pixel_tiles * tiles_k, params.backwards);
     const int chunks = params.C / SLICE_CHANNELS, slices = params.R * params.S * chunks;
     const bool resident = tiles_k == 1 && slices <= shape.num_stages;  // the whole filter has room: it is fetched once
     const unsigned patches = shared_address(shared), staged_tiles = patches + PATCHES * shape.patch_bytes;

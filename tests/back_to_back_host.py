@@ -34,7 +34,7 @@ def host_source() -> HostSource:
     text = text.replace("extern __shared__ __align__(1024) unsigned char shared[];", "")
     text = text.replace("__shared__", "static")
     assert "asm" not in text
-    params = include["conv2d_params.cuh"].replace("#pragma once", "")
+    params = (include["conv2d_params.cuh"] + include["turns.cuh"]).replace("#pragma once", "")
     im2col = IM2COL.replace("32", "PER_ROW")  # channels
     return HostSource("\n".join([HOST, params, place()]), text, "conv2d_wgmma_b2b", f"{im2col}\n{MAIN}")
 
@@ -53,6 +53,7 @@ def run(
     biases: bool,
     in_place: bool,
     relus: tuple[bool, ...],
+    backwards: bool = False,
 ) -> list[np.ndarray] | str:
     """Runs all blocks of a launch, one after the other; returns the outputs, or what went wrong.
 
@@ -67,11 +68,12 @@ def run(
         biases: whether there are any.
         in_place: whether the output lies in the residual's place.
         relus: of the first, the second, and where there is one the third.
+        backwards: whether tiles are taken from the last one on.
     """
     names = ("x", "first", "second", "first_bias", "second_bias", "residual", "next", "next_bias", "x0", "shortcut")
     shortcut = second.shortcut_alone(arrays["x0"].shape) if "x0" in arrays else second
     problems = zip((first, second, shortcut), (*relus[:2], False), strict=True)
-    params = (conv2d_params(problem, relu).tobytes() for problem, relu in problems)
+    params = (conv2d_params(problem, relu, backwards).tobytes() for problem, relu in problems)
     if first.precision == "tf32":
         arrays = arrays | {name: interleaved(arrays[name]) for name in FILTERS & arrays.keys()}
     tensors = (np.ascontiguousarray(arrays[name], np.float32).tobytes() for name in names if name in arrays)

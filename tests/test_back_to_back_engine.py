@@ -136,7 +136,15 @@ def test_one_kernel_has_all_operands(
     added = Shortcut(*given.shortcut[:2]) if shortcut else None
     then = Following(*given.following, True, z) if following else None
     expected = BackToBackOperands(
-        given.x, given.weights, given.biases, given.residual, y, (True, True), shortcut=added, following=then
+        given.x,
+        given.weights,
+        given.biases,
+        given.residual,
+        y,
+        (True, True),
+        shortcut=added,
+        following=then,
+        backwards=True,
     )
     assert engine.launched == [(pair, expected)]
     assert (z is not None) is bool(following)
@@ -144,6 +152,13 @@ def test_one_kernel_has_all_operands(
         assert z.shape == (2, 56, 56, 128)
         assert z.dtype == np.float16
         assert not any(z is array for array in (y, given.x, given.residual))
+
+
+def test_every_launch_begins_where_the_one_before_has_ended(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_by(monkeypatch, LEVELS["all"])
+    for _ in range(4):
+        call(engine, small({}))
+    assert [operands.backwards for _, operands in engine.launched] == [True, False, True, False]
 
 
 @pytest.mark.parametrize("shortcut", [{}, SHORTCUT])
@@ -176,7 +191,7 @@ def test_where_two_are_refused_they_are_apart(
     (first, operands), *rest = engine.launched
     between = operands.y
     assert first == pair.first
-    assert operands == Operands(given.x, given.weights[0], given.biases[0], None, between, True)
+    assert operands == Operands(given.x, given.weights[0], given.biases[0], None, between, True, backwards=True)
     of_second = between, given.weights[1], given.biases[1]
     if not shortcut:
         assert rest == [(pair.second, Operands(*of_second, given.residual, y, True))]
@@ -188,7 +203,7 @@ def test_where_two_are_refused_they_are_apart(
         x0, filter0, _ = given.shortcut
         assert rest == [
             (pair.second.shortcut_alone(x0.shape), Operands(x0, filter0, None, None, y, False)),
-            (pair.second.without_shortcut(), Operands(*of_second, y, y, True)),
+            (pair.second.without_shortcut(), Operands(*of_second, y, y, True, backwards=True)),
         ]
 
 

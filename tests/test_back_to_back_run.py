@@ -107,7 +107,7 @@ def is_right(program: Program, first: Conv2dProblem, K: int, seed: int) -> bool:
     first_bias, second_bias = (arrays[name] if biases else None for name in ("first_bias", "second_bias"))
     middle = convolution(first, arrays["x"], arrays["first"], first_bias, None, relus[0])
     expected = convolution(second, middle, arrays["second"], second_bias, arrays["residual"], relus[1])
-    options = {"biases": biases, "in_place": in_place, "relus": relus}
+    options = {"biases": biases, "in_place": in_place, "relus": relus, "backwards": draw.random() < 0.5}
     outputs = run(program, first, second, arrays, seed=seed, grid=draw.choice([1, 2, 5]), **options)
     return not isinstance(outputs, str) and np.array_equal(outputs[0], expected)
 
@@ -152,7 +152,7 @@ MISTAKES = {
     ),
     "the wrong slice of the second filter": ("at / STEPS * SECOND_BOX_BYTES", "0 * SECOND_BOX_BYTES"),
     "the other consumer's rows are stored": ("k, m0 + number * 64);", "k, m0);"),
-    "resident filters are fetched again": ("!work.resident || tile == blockIdx.x", "true"),
+    "resident filters are fetched again": ("!work.resident || tile == work.turns.first", "true"),
     "resident filters are looked for further on": ("if (work.resident) consumer.filter = {0, 0};", ""),
     "the first's ReLU is the second's": ("nullptr, first_floor", "nullptr, second_floor"),
     "TF32: what is between two is not rounded": ("low = round_to_tf32(low), high = round_to_tf32(high);", ";"),

@@ -140,7 +140,7 @@ MISTAKES = {
     "a slice is given back before it has been read": ("warpgroup_wait<1>();", "warpgroup_wait<2>();"),
     "the last patch is kept": ("patch_empty[previous_patch]));\n    }\n}", "patch_empty[0]));\n    }\n}"),
     "a resident filter is waited for again": ("resident ? 0 : stage.parity", "stage.parity"),
-    "the filter is fetched for every tile": ("if (!resident || number == blockIdx.x) fetch_taps", "fetch_taps"),
+    "the filter is fetched for every tile": ("if (!resident || number == turns.first) fetch_taps", "fetch_taps"),
     "the tile before is still being stored": (
         "            store_wait();\n            if (residual)",
         "            if (residual)",

@@ -50,7 +50,8 @@ def is_right(program: Program, problem: Conv2dProblem, pixels: int, seed: int) -
     tile = patch_tile(problem, pixels, H100.shared_memory_per_block)
     assert tile is not None
     tile = replace(tile, num_stages=draw.choice([3, 5, tile.num_stages]))
-    y = run(program, problem, tile, arrays, seed=seed, grid=draw.choice([1, 2]), **epilogue)
+    grid, backwards = draw.choice([1, 2]), draw.random() < 0.5
+    y = run(program, problem, tile, arrays, seed=seed, grid=grid, backwards=backwards, **epilogue)
     return not isinstance(y, str) and np.array_equal(y, expected_output(problem, arrays, epilogue))
 
 
@@ -99,6 +100,10 @@ MISTAKES = {
     "residuals are brought to L2 for the first 32 filters only": (
         "residuals && k < FILTERS;",
         "residuals && k < FILTERS / 2;",
+    ),
+    "backwards the other consumers begin at the other end": (
+        "turns.first + consumer * turns.step",
+        "turns.first + consumer * gridDim.x",
     ),
     "the third consumer is left out": ("(consumer + 1) % CONSUMERS", "1 - consumer % 2"),
     "only one of two others is passed over": ("pass_over(CONSUMERS - 1);", "pass_over(1);"),

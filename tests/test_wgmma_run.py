@@ -24,6 +24,8 @@ SHAPES = {
     "uneven strides": replace(PLAIN, stride_h=2, stride_w=3, K=8, N=23),
     "one pixel": replace(PLAIN, N=1, H=1, W=1),
     "a shortcut": replace(PLAIN, R=1, S=1, pad_h=0, pad_w=0, K=136, shortcut_channels=64, shortcut_stride=2),
+    "a shortcut of stride 1": replace(PLAIN, shortcut_channels=192),
+    "both stride": replace(PLAIN, stride_h=2, stride_w=3, shortcut_channels=64, shortcut_stride=3),
     "many tiles": replace(PLAIN, R=1, S=1, pad_h=0, pad_w=0, N=17, K=136),
 }
 CONFIGS = {f"{config.precision} {config}": config for config in WGMMA if config.precision != "fp16"}
@@ -38,7 +40,8 @@ def is_right(program: Program, config: WgmmaConfig, problem: Conv2dProblem, seed
     arrays = drawn(problem, seed)
     epilogue = random_epilogue(draw, in_place=0.3)
     expected = expected_of(problem, arrays, **{name: epilogue[name] for name in ("bias", "residual", "relu")})
-    y = run_with_shortcut(program, problem, arrays, seed=seed, grid=draw.choice([1, 2, 3]), **epilogue)
+    grid, backwards = draw.choice([1, 2, 3]), draw.random() < 0.5
+    y = run_with_shortcut(program, problem, arrays, seed=seed, grid=grid, backwards=backwards, **epilogue)
     if config.precision == "bf16":
         expected = from_bfloat16(to_bfloat16(np.asarray(expected)))
     return not isinstance(y, str) and np.array_equal(y, expected)
@@ -108,6 +111,28 @@ MISTAKES = {
     "biases are of neighbouring filters": (TRANSPOSED, "bias_of(filter + (STAGED ? 8 : 1))", "bias_of(filter + 1)"),
     "filters behind the last are stored": (IN_MEMORY, "filter < filters ? pixels : 0", "pixels"),
     "filters are not traded": (IN_MEMORY, "transpose_filters(sum);", ";"),
+    "backwards the second consumer begins at the other end": (
+        STAGED,
+        "turns.first + consumer * turns.step",
+        "turns.first + consumer * gridDim.x",
+    ),
+    "the shortcut steps as the first input does": (
+        STAGED,
+        "first.q * params.shortcut_stride",
+        "first.q * params.stride_w",
+    ),
+    "the shortcut's filter goes on where the first one's ends": (
+        STAGED,
+        "fetch(shortcut, c, c,",
+        "fetch(shortcut, depth + c, c,",
+    ),
+    "the shortcut is padded": (
+        STAGED,
+        "first.p * params.shortcut_stride, 0, 0)",
+        "first.p * params.shortcut_stride, 0, params.pad_h)",
+    ),
+    "the shortcut's slices are not counted": (STAGED, " + params.shortcut_channels / SLICE_CHANNELS", ""),
+    "the shortcut is the first input again": (STAGED, "fetch(shortcut, c, c,", "fetch(factors, c, c,"),
     "pixels and filters take each other's place": (
         IN_MEMORY,
         "a = TRANSPOSED ? filters : pixels, b = TRANSPOSED ? pixels : filters",

@@ -261,7 +261,13 @@ def expected_output(
 
 
 def ask(
-    program: Program, problem: Conv2dProblem, head: Sequence[int], tensors: Sequence[np.ndarray], *, relu: bool
+    program: Program,
+    problem: Conv2dProblem,
+    head: Sequence[int],
+    tensors: Sequence[np.ndarray],
+    *,
+    relu: bool,
+    backwards: bool = False,
 ) -> np.ndarray | str:
     """Runs a program; returns the output of the convolution, or what went wrong.
 
@@ -271,9 +277,10 @@ def ask(
         head: what the program reads first.
         tensors: what it reads behind the kernel's parameters, as float32.
         relu: of the epilogue.
+        backwards: whether tiles are taken from the last one on, where they are taken in turn.
     """
     arrays = b"".join(np.ascontiguousarray(tensor, np.float32).tobytes() for tensor in tensors)
-    given = np.array(head, np.int32).tobytes() + conv2d_params(problem, relu).tobytes() + arrays
+    given = np.array(head, np.int32).tobytes() + conv2d_params(problem, relu, backwards).tobytes() + arrays
     done = program(given)
     if done.returncode:
         return done.stderr.decode() or f"exit status {done.returncode}"
@@ -291,6 +298,7 @@ def run_blocks(
     residual: bool,
     in_place: bool,
     relu: bool,
+    backwards: bool = False,
 ) -> np.ndarray | str:
     """Runs all blocks or clusters of a launch, one after the other; returns the output, or what went wrong.
 
@@ -303,9 +311,10 @@ def run_blocks(
         grid: blocks, or clusters.
         bias, residual, relu: the epilogue.
         in_place: whether the output lies in the residual's place.
+        backwards: as for `ask`.
     """
     head = seed, grid, bias, residual, in_place, *more
-    return ask(program, problem, head, list(arrays.values()), relu=relu)
+    return ask(program, problem, head, list(arrays.values()), relu=relu, backwards=backwards)
 
 
 def run_with_shortcut(

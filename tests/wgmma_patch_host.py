@@ -276,7 +276,7 @@ def host_source() -> HostSource:
     """The program's text."""
     path = find_kernel("conv2d_wgmma_patch").path
     text = path.read_text(encoding="utf-8")
-    text = re.sub(r'#include "(?!conv2d_params|patch_tile|transposed_matrices)[^"]+"', "", text)
+    text = re.sub(r'#include "(?!conv2d_params|patch_tile|transposed_matrices|turns)[^"]+"', "", text)
     text = re.sub(r'#include "(.+?)"', lambda found: (path.parent / "include" / found[1]).read_text("utf-8"), text)
     text = re.sub(r'#include "[^"]+"', "", text)
 

@@ -125,7 +125,7 @@ def host_source() -> HostSource:
     """The program's text."""
     path = find_kernel("conv2d_wgmma_patch").path
     text = path.read_text(encoding="utf-8")
-    for file in ("patch_tile.cuh", "transposed_matrices.cuh"):
+    for file in ("patch_tile.cuh", "transposed_matrices.cuh", "turns.cuh"):
         included = (path.parent / "include" / file).read_text("utf-8").replace("#pragma once", "")
         text = text.replace(f'#include "{file}"', included)
     text = re.sub(r'#include "[^"]+"', "", text)

@@ -140,7 +140,7 @@ def host_source() -> HostSource:
     text = text.replace("extern __shared__ __align__(1024) unsigned char shared[];", "")
     text = text.replace("__shared__", "static")
     assert "asm" not in text
-    params = include["conv2d_params.cuh"].replace("#pragma once", "")
+    params = (include["conv2d_params.cuh"] + include["turns.cuh"]).replace("#pragma once", "")
     im2col = IM2COL.replace("32", "PER_ROW")  # channels
     before = "\n".join(["#define CLUSTER 1", MACHINE, HOST, params, place(), staged_pair()])
     return HostSource(before, text, "conv2d_wgmma", f"{im2col}\n{MAIN}")

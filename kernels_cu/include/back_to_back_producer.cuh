@@ -17,7 +17,7 @@ struct Work {
     unsigned pixels, filters, staying;  // where the stages, and what stays for a tile, begin
 
     __device__ __forceinline__ Work(const Conv2dParams& first, const Conv2dParams& second, unsigned shared)
-        : turns(first, (first.gemm_m + TILE_M - 1) / TILE_M),
+        : turns((first.gemm_m + TILE_M - 1) / TILE_M, first.backwards),
           slices(first.R * first.S * (first.C / SLICE)),
           resident(slices + second.K / CLUSTER / COLUMNS * (SECOND_STAGES + (NEXT ? PARTS * SLICES : 0)) <= FILTER_STAGES),
           pixels(shared),

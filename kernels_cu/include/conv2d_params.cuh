@@ -23,18 +23,6 @@ struct Conv2dParams {
     int backwards;               // whether a persistent kernel of Hopper takes its tiles from the last one on
 };
 
-// The tiles, of `count` in all, that a block of a persistent kernel takes in turn: every gridDim.x-th. Kernels that follow each
-// other begin at opposite ends: what one has stored last is in L2 still when the next one reads it first.
-struct Turns {
-    int count, first, step;
-
-    __device__ __forceinline__ Turns(const Conv2dParams& params, int count)
-        : count(count),
-          first(params.backwards ? count - 1 - static_cast<int>(blockIdx.x) : blockIdx.x),
-          step(params.backwards ? -static_cast<int>(gridDim.x) : gridDim.x) {}
-    __device__ __forceinline__ bool have(int tile) const { return static_cast<unsigned>(tile) < static_cast<unsigned>(count); }
-};
-
 // Splits a row of the matrix product into its output pixel.
 struct OutputPixel {
     int n, p, q;
