@@ -296,7 +296,7 @@ WGMMA_TF32_TILES = (
 
 WGMMA_TRANSPOSED_TILES = ((192, 128, 4),)
 WGMMA_TRANSPOSED_TF32_TILES = ((192, 128, 5), (128, 128, 7))
-"""The same where pixels are columns. With 64 filters, or with two tiles under way, they were 0 to 3 % faster at best."""
+"""The same where pixels are columns. With 64 filters, or two tiles under way, they were 0 to 3 % faster at best."""
 
 WGMMA = tuple(
     replace(WgmmaConfig(precision, *tile), transposed=transposed)

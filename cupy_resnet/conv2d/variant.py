@@ -55,7 +55,7 @@ class Operands:
     """The arrays of one convolution, all on one device, C-contiguous, 16-byte aligned: x NHWC, y and residual NPQK.
 
     `shortcut` is there exactly if the problem has one. A kernel that computes it may do without a residual beside it.
-    `backwards` asks a kernel whose blocks take tiles in turn to begin with the last: no bit of the result depends on it.
+    `backwards` asks a kernel whose blocks take tiles in turn to begin with the last; no bit of a result depends on it.
     """
 
     x: "cupy.ndarray"

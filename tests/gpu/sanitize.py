@@ -113,7 +113,7 @@ def numbers(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def few(candidates: Any) -> Iterator[Any]:
     """Of a variant's configurations the largest and the smallest tile, whole and with the depth cut in three, and two
-    whose blocks form clusters, of each size; beside these the smallest of the others.
+    whose blocks form clusters, of each size; beside these the smallest of the others, and all with filters as rows.
     """
     groups: dict[int, dict[Any, Any]] = {}
     for config in candidates:
@@ -122,8 +122,9 @@ def few(candidates: Any) -> Iterator[Any]:
     for forms in groups.values():
         tiles = list(forms.values())
         clustered = [tile for tile in tiles if any(getattr(config, "cluster", False) for config in tile)]
-        others = [tile for tile in tiles if tile not in clustered]
-        chosen = (tiles[0], tiles[-1], *clustered[:1], *clustered[-1:], *others[-1:])
+        transposed = [tile for tile in tiles if any(getattr(config, "transposed", False) for config in tile)]
+        others = [tile for tile in tiles if tile not in clustered and tile not in transposed]
+        chosen = (tiles[0], tiles[-1], *clustered[:1], *clustered[-1:], *others[-1:], *transposed)
         for configs in {id(tile): tile for tile in chosen}.values():
             yield from (c for c in configs if getattr(c, "cluster", False) or slices_of(c) in (1, 3))
 
@@ -164,7 +165,7 @@ def launch_convolutions(name: str) -> None:
                 variant.launch(problem, Operands(x, filter, bias, residual, y, True, second), config)
             for config in chosen[-1:]:
                 y = cupy.empty(problem.output_shape, storage)
-                variant.launch(problem, Operands(x, filter, None, None, y, False, second), config)
+                variant.launch(problem, Operands(x, filter, None, None, y, False, second, backwards=True), config)
 
 
 def launch_back_to_backs() -> None:

@@ -80,12 +80,17 @@ class Case:
         return stored(cupy.maximum(y, 0) if relus[1] else y, self.first.precision)
 
     def operands(
-        self, relus: tuple[bool, bool] = (True, True), biases: bool = True, in_place: bool = False
+        self,
+        relus: tuple[bool, bool] = (True, True),
+        biases: bool = True,
+        in_place: bool = False,
+        backwards: bool = False,
     ) -> BackToBackOperands:
         """With an output of NaN, or one that holds the residual."""
         y = self.residual.copy() if in_place else poisoned(self.second.output_shape, self.first.precision)
         given: Any = self.biases if biases else (None, None)
-        return BackToBackOperands(self.x, self.filters, given, y if in_place else self.residual, y, relus)
+        added = y if in_place else self.residual
+        return BackToBackOperands(self.x, self.filters, given, added, y, relus, backwards=backwards)
 
     def configs(self) -> list[BackToBackConfig]:
         return list(back_to_back_candidates(self.pair, describe_device(0)))
@@ -108,8 +113,9 @@ def test_exact_on_integers(name: str, precision: str) -> None:
     case = Case(replace(first, precision=precision), K)
     expected = case.expected()
     for config in case.configs():
-        for in_place in (False, True, False):
-            assert not wrong(case.launch(config, in_place=in_place), expected), f"{config}, in place: {in_place}"
+        for in_place, backwards in ((False, False), (True, True), (False, True), (True, False)):
+            y = case.launch(config, in_place=in_place, backwards=backwards)
+            assert not wrong(y, expected), f"{config}, {in_place=}, {backwards=}"
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32"])

@@ -50,7 +50,15 @@ class OnDevice:
         self.y = guarded(problem.output_shape, dtype=storage)
 
     def failures(
-        self, variant: str, config: Any, expected: Any, *, bias: bool, residual: bool, relu: bool
+        self,
+        variant: str,
+        config: Any,
+        expected: Any,
+        *,
+        bias: bool,
+        residual: bool,
+        relu: bool,
+        backwards: bool = False,
     ) -> list[str]:
         """Launches a kernel and returns what is wrong with the result, in words; nothing if it is right."""
         import cupy
@@ -63,9 +71,10 @@ class OnDevice:
             self.residual.array if residual else None,
             self.y.array,
             relu,
+            backwards=backwards,
         )
         VARIANTS[variant].launch(self.problem, operands, config)
-        case = f"{variant} {config}, {self.problem}, bias={bias} residual={residual} relu={relu}"
+        case = f"{variant} {config}, {self.problem}, bias={bias} residual={residual} relu={relu} {backwards=}"
         found = []
         if not cupy.array_equal(loaded(self.y.array), expected):
             wrong = loaded(self.y.array) != expected
@@ -154,6 +163,24 @@ def test_every_aligned_configuration_on_drawn_shapes(
     assume(p.N > 0)
     problem = in_reach(variant, replace(p, C=8 * p.C, K=8 * p.K, precision=precision))
     check_every_configuration(guarded, variant, problem, case)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32"])
+@pytest.mark.parametrize("variant", ["conv2d_wgmma", "conv2d_wgmma_patch"])
+def test_blocks_may_take_their_tiles_from_the_last_one_on(variant: str, precision: str, guarded: Any) -> None:
+    """Several of them each, of a number that blocks do not divide."""
+    problem = Conv2dProblem(N=61, H=29, W=27, C=64, K=136, R=3, S=3, pad_h=1, pad_w=1, precision=precision)
+    case = integer_case(problem, EXACT_UP_TO[precision])
+    on_device = OnDevice(guarded, problem, case)
+    configs = [config for config in VARIANTS[variant].candidates(problem, H100) if not config.cluster]
+    assert configs
+    failures = []
+    for residual in (False, True):
+        expected = case.expected(bias=True, residual=residual, relu=True)
+        for config in configs:
+            options = {"bias": True, "residual": residual, "relu": True, "backwards": True}
+            failures += on_device.failures(variant, config, expected, **options)
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize(("variant", "precision"), PAIRS)
