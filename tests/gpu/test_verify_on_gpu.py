@@ -182,35 +182,50 @@ def test_a_broken_kernel_is_located(
         assert set(over(check_steps(loaded, reference))) == guilty
 
 
-@pytest.mark.parametrize("kernel", VARIANTS)
-def test_a_mistake_in_any_kernels_epilogue_is_found(reference: Recording, spoil: Spoil, kernel: str) -> None:
-    """The residual is forgotten for the last of 512 filters; a kernel that adds a downsample itself has one less."""
-    guilty = {"layer4.1"} if VARIANTS[kernel].adds_shortcut else {"layer4.0", "layer4.1"}
-    spoil("epilogue.cuh", "load_residual(offset));", "k < 508 ? load_residual(offset) : 0.0f);")
-    for file in ("conv2d_implicit_gemm.cu", "sgemm.cu", "conv2d_winograd.cu"):
-        forgetful = "(k < 508 ? epilogue : Epilogue{epilogue.bias, nullptr, epilogue.with_relu})"
-        spoil(file, "epilogue.load_residual", f"{forgetful}.load_residual")
-    spoil(
+FORGETFUL = "({k} < {last} ? epilogue : {type}{{epilogue.bias, nullptr, epilogue.with_relu}})"
+WIDE = "Epilogue8<ELEMENT>"
+EPILOGUES = [
+    ("epilogue.cuh", "load_residual(offset));", "k < 508 ? load_residual(offset) : 0.0f);"),
+    *(
+        (file, "epilogue.load_residual", FORGETFUL.format(k="k", last=508, type="Epilogue") + ".load_residual")
+        for file in ("conv2d_implicit_gemm.cu", "sgemm.cu", "conv2d_winograd.cu")
+    ),
+    (
         "conv2d_wgmma.cu",
-        "finish<ELEMENT, true>(sums, biases, staged, piece, params.relu);",
-        "n0 + TILE_N < 512 ? finish<ELEMENT, true>(sums, biases, staged, piece, params.relu)\n"
-        "         : finish<ELEMENT, false>(sums, biases, staged, piece, params.relu);",
-    )
-    spoil(
+        "finish<ELEMENT, true>(sums, biases_of_piece, staged, piece, params.relu);",
+        "n0 + TILE_N < 512 ? finish<ELEMENT, true>(sums, biases_of_piece, staged, piece, params.relu)\n"
+        "         : finish<ELEMENT, false>(sums, biases_of_piece, staged, piece, params.relu);",
+    ),
+    (
         "conv2d_wgmma_3xtf32.cu",
         "biases[j], shortcuts[j][f], ",
         "biases[j], n0 + j * 8 < 504 ? shortcuts[j][f] : float2{}, ",
-    )
-    spoil("conv2d_wgmma_3xtf32.cu", "= residual ? *pair", "= residual && n0 + j * 8 < 504 ? *pair")
-    spoil(
+    ),
+    ("conv2d_wgmma_3xtf32.cu", "= residual ? *pair", "= residual && n0 + j * 8 < 504 ? *pair"),
+    (
         "conv2d_wgmma_patch.cu",
         "residuals, barrier, tile.k, 0",
         "residuals, barrier, tile.k < 448 ? tile.k : params.K, 0",
-    )
-    for file in ("mma_tile.cuh", "conv2d_wmma.cu", "partial_sums.cuh", "conv2d_wgmma_patch_split_k.cu"):
-        k = "k + i * 8" if file == "conv2d_wgmma_patch_split_k.cu" else "k"
-        forgetful = f"({k} < 504 ? epilogue : Epilogue8<ELEMENT>{{epilogue.bias, nullptr, epilogue.with_relu}})"
-        spoil(file, "epilogue.load_residual<", f"{forgetful}.load_residual<")
+    ),
+    *(
+        (file, "epilogue.load_residual<", FORGETFUL.format(k=k, last=504, type=WIDE) + ".load_residual<")
+        for file, k in (
+            ("mma_tile.cuh", "k"),
+            ("conv2d_wmma.cu", "k"),
+            ("partial_sums.cuh", "k"),
+            ("conv2d_wgmma_patch_split_k.cu", "k + i * 8"),
+        )
+    ),
+]
+"""File, correct text, and one that forgets the residual for the last of 512 filters."""
+
+
+@pytest.mark.parametrize("kernel", VARIANTS)
+def test_a_mistake_in_any_kernels_epilogue_is_found(reference: Recording, spoil: Spoil, kernel: str) -> None:
+    """A kernel that adds a downsample itself has one residual less."""
+    guilty = {"layer4.1"} if VARIANTS[kernel].adds_shortcut else {"layer4.0", "layer4.1"}
+    for mistake in EPILOGUES:
+        spoil(*mistake)
     with model(kernel=kernel) as loaded:
         assert {step.kernel for step in loaded.explain(X.shape) if step.layer == "layer4.1.conv2"} == {kernel}
         assert over(check(record(loaded, X), reference))[0] == min(guilty)
