@@ -57,7 +57,12 @@ def _origin(report: dict[str, Any], file: str) -> str:
             f"{report['device']}, CUDA driver {report['driver_cuda']}, CuPy {versions['cupy']}, "
             f"NVRTC {versions['nvrtc']}"
         )
-    return f"{device}, torch {versions['torch']}, {report['date']}; raw samples in `notebooks/results/{file}.json`."
+    # Rows of runs before, with the same versions on another card of the kind, where a file has such.
+    others = report["settings"].get("rows_of_other_runs", {}) if "settings" in report else {}
+    earlier = {rows: run.partition(",")[0] for rows, run in others.items()}
+    dates = "".join(f" ({rows}: {date})" for rows, date in earlier.items() if date != report["date"])
+    origin = f"{device}, torch {versions['torch']}, {report['date']}{dates}"
+    return f"{origin}; raw samples in `notebooks/results/{file}.json`."
 
 
 def _layers(report: dict[str, Any]) -> list[Layer]:
