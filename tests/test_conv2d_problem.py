@@ -262,6 +262,8 @@ def test_the_record_holds_the_problem() -> None:
     expected = {name: getattr(UNEVEN, name) for name in ("N", "H", "W", "C", "K", "R", "S", "P", "Q", "groups")}
     expected |= {"stride_h": 2, "stride_w": 3, "pad_h": 8, "pad_w": 9, "dilation_h": 4, "dilation_w": 1}
     expected |= {"group_channels": 3, "group_filters": 5, "gemm_m": 7 * UNEVEN.P * UNEVEN.Q, "gemm_k": 90, "relu": 1}
-    expected |= {"shortcut_channels": 0, "shortcut_stride": 1}
+    expected |= {"shortcut_channels": 0, "shortcut_stride": 1, "backwards": 0}
     assert {name: int(params[name][0]) for name in PARAMS_DTYPE.names} == expected
     assert conv2d_params(UNEVEN, False)["relu"] == 0
+    assert conv2d_params(UNEVEN, False, True)["backwards"] == 1
+    assert conv2d_params(UNEVEN, True) is params

@@ -165,5 +165,5 @@ def test_the_engine_takes_the_residuals_memory_if_it_may(
         assert engine.launched == []
         return
     (operands,) = engine.launched
-    assert operands == Operands(x, weight, None, residual, y, True)
+    assert operands == Operands(x, weight, None, residual, y, True, backwards=True)
     assert operands.tail()[1] is residual or (not given and operands.tail()[1] == NULL)

@@ -227,9 +227,10 @@ def test_the_cuda_engine_launches_one_kernel_or_two(monkeypatch: pytest.MonkeyPa
     if not N:
         assert launched == []
     elif fused:
-        assert launched == [(problem, Operands(x, filter, bias, None, y, True, Shortcut(x0, filter0)))]
+        joint = Operands(x, filter, bias, None, y, True, Shortcut(x0, filter0), backwards=True)
+        assert launched == [(problem, joint)]
     else:
-        first = Operands(x0, filter0, None, None, y, False)
+        first = Operands(x0, filter0, None, None, y, False, backwards=True)
         second = Operands(x, filter, bias, y, y, True)  # in the place of the first
         assert launched == [(problem.shortcut_alone(), first), (problem.without_shortcut(), second)]
 

@@ -92,6 +92,27 @@ def test_other_numbers_of_channels_in_bfloat16(libraries: Libraries, C: int) -> 
     assert_right(result, expected(x, weight, bias), "bf16")
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_no_bit_of_a_bias_is_lost(libraries: Libraries, precision: str) -> None:
+    """Sums leave its last one: neither one nor two elements could hold it."""
+    bias = np.full(64, 1024.5 + 2**-13, np.float32)
+    x = np.ones((1, 9, 12, 3), np.float32)
+    cells = np.zeros((64, 7, 8, 4), np.float32)
+    cells[:, 3, 3, :2] = -1024, -0.5
+    library = libraries(precision, "Half" if precision == "fp16" else "BFloat16")
+    result = run(library, to_bits(x, precision), to_bits(cells, precision), bias, stripe_rows=2, grid=2)
+    assert_right(result, np.full((1, 3, 3, 64), 2**-13), precision)
+
+
+def test_a_bias_may_be_infinite(libraries: Libraries) -> None:
+    """Or become so, since fp16 has none as large."""
+    weight, cells, _ = weights(3, 64)
+    bias = np.resize(np.float32([np.inf, -np.inf, 1e30, -1e30]), 64)
+    x = numbers((1, 9, 12, 3), 0)
+    result = run(libraries(), x, to_bits(cells, "fp16"), bias, stripe_rows=2, grid=2)
+    assert_right(result, np.broadcast_to(np.resize(np.float32([np.inf, 0]), 64), (1, 3, 3, 64)))
+
+
 def test_bytes_of_any_layout_are_normalised_before_they_are_padded(libraries: Libraries) -> None:
     pixels = (np.random.default_rng(0).integers(0, 2, (2, 3, 18, 21)) * 255).astype(np.uint8)
     mean, std = np.float32([0.5, 0, 1]), np.float32([0.25, 1, 0.5])
@@ -181,7 +202,7 @@ MISTAKES = {
     ),
     "a row that ends in the unit above is stored": ("? 0 : target.behind", "? target.behind : target.behind"),
     "the bias in other filters": ("bias[warp * 16 + lane / 4 + 8]", "bias[warp * 16 + lane / 4]"),
-    "no ones beside the last column": ("pack_pair(1, 1, ELEMENT{})", "pack_pair(1, 0, ELEMENT{})"),
+    "zeros beside the last column": ("pack_pair(1, 1, ELEMENT{})", "pack_pair(0, 1, ELEMENT{})"),
     "no copy of the last column": ("(CELLS - 2) * CELL_BYTES / 16;", "CELL_BYTES / 16;"),
     "columns outside of the map": ("past % 2 == 1) leave_out", "past % 2 == 2) leave_out"),
     "y before earlier kernels have ended": ("wait_for_earlier_kernels();  // they may", "// they may"),
