@@ -106,7 +106,7 @@ def test_no_bit_of_a_bias_is_lost(libraries: Libraries, precision: str) -> None:
 
 def test_a_bias_may_be_infinite(libraries: Libraries) -> None:
     """Or become so, since fp16 has none as large."""
-    weight, cells, _ = weights(3, 64)
+    _, cells, _ = weights(3, 64)
     bias = np.resize(np.float32([np.inf, -np.inf, 1e30, -1e30]), 64)
     x = numbers((1, 9, 12, 3), 0)
     result = run(libraries(), x, to_bits(cells, "fp16"), bias, stripe_rows=2, grid=2)
