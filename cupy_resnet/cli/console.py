@@ -108,13 +108,17 @@ def working(doing: str) -> Iterator[Callable[[str], None]]:
     with console.status(Text(now)) as status:
         # What is printed to stdout meanwhile belongs there; rich would send it to stderr.
 
+        def draw(text: str) -> None:
+            # With a spinner it is drawn at once, not at the spinner's next turn: what is soon done is seen, too.
+            status.update(Text(text), spinner="dots")
+
         def show(doing: str) -> None:
             nonlocal now
             now = doing
-            status.update(Text(now))
+            draw(now)
 
         def show_compilation(event: jit.CompileEvent) -> None:
-            status.update(Text(f"compiling {event.name} for {event.arch}" if event.seconds is None else now))
+            draw(f"compiling {event.name} for {event.arch}" if event.seconds is None else now)
 
         with jit.on_compile(show_compilation):
             yield show
