@@ -13,28 +13,20 @@ import re
 import numpy as np
 from back_to_back_machine import HOST
 from back_to_back_main import MAIN
-from wgmma_host import IM2COL, HostSource, Program, place
+from wgmma_host import IM2COL, HostSource, Program, headers, kernel_text, place
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.back_to_back import interleaved
 from cupy_resnet.conv2d.params import conv2d_params
-from cupy_resnet.jit.sources import find_kernel
 
 
 def host_source() -> HostSource:
     """The program's text."""
-    path = find_kernel("conv2d_wgmma_b2b").path
-    include = {file.name: file.read_text("utf-8") for file in (path.parent / "include").glob("*.cuh")}
-    text = path.read_text(encoding="utf-8")
-    for name in ("stage_ring.cuh", "pair_epilogue.cuh", "back_to_back_producer.cuh", "back_to_back_consumer.cuh"):
-        assert text.count(f'#include "{name}"') == 1
-        text = text.replace(f'#include "{name}"', include[name])
-    text = re.sub(r'#include "[^"]+"|#pragma once', "", text)
+    names = "stage_ring.cuh", "pair_epilogue.cuh", "back_to_back_producer.cuh", "back_to_back_consumer.cuh"
+    text = kernel_text("conv2d_wgmma_b2b", {name: headers(name) for name in names})
     text = re.sub(r'asm volatile\("setmaxnreg.*?\);', "{}", text)
-    text = text.replace("extern __shared__ __align__(1024) unsigned char shared[];", "")
-    text = text.replace("__shared__", "static")
     assert "asm" not in text
-    params = (include["conv2d_params.cuh"] + include["turns.cuh"]).replace("#pragma once", "")
+    params = headers("conv2d_params.cuh", "turns.cuh")
     im2col = IM2COL.replace("32", "PER_ROW")  # channels
     return HostSource("\n".join([HOST, params, place()]), text, "conv2d_wgmma_b2b", f"{im2col}\n{MAIN}")
 

@@ -6,7 +6,7 @@ from gpu.test_verify_on_gpu import EPILOGUES, MISTAKES
 from cupy_resnet.jit.sources import find_kernel
 
 FOLDER = find_kernel("conv2d_direct").path.parent
-QUOTES = [mistake[:2] for mistake in MISTAKES.values()] + [mistake[:2] for mistake in EPILOGUES]
+QUOTES = [mistake[:2] for mistake in (*MISTAKES.values(), *EPILOGUES)]
 
 
 @pytest.mark.parametrize(("file", "correct"), QUOTES)

@@ -8,11 +8,10 @@ import re
 from typing import Any
 
 import numpy as np
-from wgmma_host import IM2COL, HostSource, Program, place, run_blocks, split_tf32, staged_pair
+from wgmma_host import IM2COL, HostSource, Program, headers, kernel_text, place, run_blocks, split_tf32, staged_pair
 from wgmma_machine import BLOCK, MACHINE
 
 from cupy_resnet.conv2d import Conv2dProblem
-from cupy_resnet.jit.sources import find_kernel
 
 HOST = r"""
 enum { PIXELS, FILTERS, RESIDUALS, OUTPUTS };
@@ -87,17 +86,11 @@ int main(int, char** arguments) {
 
 def host_source() -> HostSource:
     """The program's text."""
-    path = find_kernel("conv2d_wgmma_3xtf32").path
-    include = path.parent / "include"
-    text = path.read_text(encoding="utf-8")
-    text = re.sub(r'#include "[^"]+"', "", text)
+    text = kernel_text("conv2d_wgmma_3xtf32", {})
     text = re.sub(r'asm volatile\("setmaxnreg.*?\);', "", text)
-    text = text.replace("extern __shared__ __align__(1024) unsigned char shared[];", "")
-    text = text.replace("__shared__", "static")
     text = re.sub(r'asm volatile\("mov.u32 %0, %%tid.x;.*?\);', "thread = threadIdx.x;", text)
     text = re.sub(r'asm volatile\("mov.u32 %0, %%nctaid.x;.*?\);', "blocks = gridDim.x;", text)
-    params = (include / "conv2d_params.cuh").read_text("utf-8").replace("#pragma once", "")
-    before = "\n".join([MACHINE, HOST, params, place(), staged_pair(), split_tf32()])
+    before = "\n".join([MACHINE, HOST, headers("conv2d_params.cuh"), place(), staged_pair(), split_tf32()])
     return HostSource(before, text, "conv2d_wgmma_3xtf32", f"{IM2COL}\n{BLOCK}\n{MAIN}")
 
 

@@ -109,9 +109,27 @@ def plain_operand() -> str:
     return _from_include("warpgroup.cuh", r"^[^\n]* plain_operand\(.*?^\}\n")
 
 
+def headers(*names: str) -> str:
+    """The text of some of the kernels' headers, without what they include."""
+    return "\n".join(re.sub(r'#include "[^"]+"|#pragma once', "", _header(name)) for name in names)
+
+
+def kernel_text(kernel: str, included: Mapping[str, str]) -> str:
+    """A kernel's text with shared memory of the host's, and of its headers these, as they are given."""
+    text = find_kernel(kernel).path.read_text(encoding="utf-8")
+    for name, header in included.items():
+        assert text.count(f'#include "{name}"') == 1, name
+        text = text.replace(f'#include "{name}"', header)
+    text = re.sub(r'#include "[^"]+"|extern __shared__.*;', "", text)
+    return text.replace("__shared__", "static")
+
+
+def _header(name: str) -> str:
+    return (find_kernel("conv2d_wgmma").path.parent / "include" / name).read_text("utf-8")
+
+
 def _from_include(file: str, pattern: str) -> str:
-    whole = (find_kernel("conv2d_wgmma").path.parent / "include" / file).read_text("utf-8")
-    (text,) = re.findall(pattern, whole, re.DOTALL | re.MULTILINE)
+    (text,) = re.findall(pattern, _header(file), re.DOTALL | re.MULTILINE)
     return str(text)
 
 
@@ -260,33 +278,6 @@ def expected_output(
     return torch_conv2d(given, ConvCase(problem, relu=epilogue["relu"]).arguments)
 
 
-def ask(
-    program: Program,
-    problem: Conv2dProblem,
-    head: Sequence[int],
-    tensors: Sequence[np.ndarray],
-    *,
-    relu: bool,
-    backwards: bool = False,
-) -> np.ndarray | str:
-    """Runs a program; returns the output of the convolution, or what went wrong.
-
-    Args:
-        program: from `build`.
-        problem: the convolution.
-        head: what the program reads first.
-        tensors: what it reads behind the kernel's parameters, as float32.
-        relu: of the epilogue.
-        backwards: whether tiles are taken from the last one on, where they are taken in turn.
-    """
-    arrays = b"".join(np.ascontiguousarray(tensor, np.float32).tobytes() for tensor in tensors)
-    given = np.array(head, np.int32).tobytes() + conv2d_params(problem, relu, backwards).tobytes() + arrays
-    done = program(given)
-    if done.returncode:
-        return done.stderr.decode() or f"exit status {done.returncode}"
-    return np.frombuffer(done.stdout, np.float32).reshape(problem.output_shape)
-
-
 def run_blocks(
     program: Program,
     problem: Conv2dProblem,
@@ -311,10 +302,14 @@ def run_blocks(
         grid: blocks, or clusters.
         bias, residual, relu: the epilogue.
         in_place: whether the output lies in the residual's place.
-        backwards: as for `ask`.
+        backwards: whether tiles are taken from the last one on, where they are taken in turn.
     """
-    head = seed, grid, bias, residual, in_place, *more
-    return ask(program, problem, head, list(arrays.values()), relu=relu, backwards=backwards)
+    head = np.array((seed, grid, bias, residual, in_place, *more), np.int32).tobytes()
+    tensors = b"".join(np.ascontiguousarray(array, np.float32).tobytes() for array in arrays.values())
+    done = program(head + conv2d_params(problem, relu, backwards).tobytes() + tensors)
+    if done.returncode:
+        return done.stderr.decode() or f"exit status {done.returncode}"
+    return np.frombuffer(done.stdout, np.float32).reshape(problem.output_shape)
 
 
 def run_with_shortcut(

@@ -10,9 +10,7 @@ an error where memory is written that somebody else may still read or write, and
 import re
 from collections.abc import Sequence
 
-from wgmma_host import HostSource, Program, place
-
-from cupy_resnet.jit.sources import find_kernel
+from wgmma_host import HostSource, Program, headers, kernel_text, place
 
 HOST = r"""
 #include <cstdio>
@@ -274,12 +272,8 @@ PTX = {
 
 def host_source() -> HostSource:
     """The program's text."""
-    path = find_kernel("conv2d_wgmma_patch").path
-    text = path.read_text(encoding="utf-8")
-    text = re.sub(r'#include "(?!conv2d_params|patch_tile|transposed_matrices|turns)[^"]+"', "", text)
-    text = re.sub(r'#include "(.+?)"', lambda found: (path.parent / "include" / found[1]).read_text("utf-8"), text)
-    text = re.sub(r'#include "[^"]+"', "", text)
-
+    names = "conv2d_params.cuh", "patch_tile.cuh", "transposed_matrices.cuh", "turns.cuh"
+    text = kernel_text("conv2d_wgmma_patch", {name: headers(name) for name in names})
     assert text.count("WARPS = WARPGROUP / 32") == 1
     text = text.replace("WARPS = WARPGROUP / 32", "WARPS = 1")  # a warpgroup is one thread here
 
@@ -288,7 +282,6 @@ def host_source() -> HostSource:
         return becomes
 
     text = re.sub(r"asm volatile\(.*?\);", replaced, text, flags=re.DOTALL)
-    text = re.sub(r"extern __shared__.*;|#pragma once", "", text).replace("__shared__", "static")
     return HostSource("\n".join([HOST, place()]), text, "conv2d_wgmma_patch", MAIN)
 
 

@@ -8,12 +8,11 @@ from dataclasses import astuple
 from typing import Any
 
 import numpy as np
-from wgmma_host import READ, HostSource, Program, place, run_blocks
+from wgmma_host import READ, HostSource, Program, headers, kernel_text, place, run_blocks
 from wgmma_machine import BLOCK, MACHINE
 
 from cupy_resnet.conv2d import Conv2dProblem
 from cupy_resnet.conv2d.wgmma_patch import PatchTile
-from cupy_resnet.jit.sources import find_kernel
 
 HOST = r"""
 #define WARPGROUP_MMA_OF_ALL(...)
@@ -123,19 +122,11 @@ int main(int, char** arguments) {
 
 def host_source() -> HostSource:
     """The program's text."""
-    path = find_kernel("conv2d_wgmma_patch").path
-    text = path.read_text(encoding="utf-8")
-    for file in ("patch_tile.cuh", "transposed_matrices.cuh", "turns.cuh"):
-        included = (path.parent / "include" / file).read_text("utf-8").replace("#pragma once", "")
-        text = text.replace(f'#include "{file}"', included)
-    text = re.sub(r'#include "[^"]+"', "", text)
+    names = "patch_tile.cuh", "transposed_matrices.cuh", "turns.cuh"
+    text = kernel_text("conv2d_wgmma_patch", {name: headers(name) for name in names})
     text = re.sub(r"asm volatile\(.*?\);", "", text, flags=re.DOTALL)  # setmaxnreg, and what stages tiles
-    text = text.replace("extern __shared__ __align__(1024) unsigned char shared[];", "")
-    text = text.replace("__shared__", "static")
-    params = (path.parent / "include" / "conv2d_params.cuh").read_text("utf-8").replace("#pragma once", "")
-    return HostSource(
-        "\n".join([MACHINE, HOST, params, place()]), text, "conv2d_wgmma_patch", f"{READ}\n{BLOCK}\n{MAIN}"
-    )
+    before = "\n".join([MACHINE, HOST, headers("conv2d_params.cuh"), place()])
+    return HostSource(before, text, "conv2d_wgmma_patch", f"{READ}\n{BLOCK}\n{MAIN}")
 
 
 def run(

@@ -7,9 +7,7 @@ import re
 
 from back_to_back_machine import HOST as MACHINE
 from wgmma_block import FETCH, SCHEDULER
-from wgmma_host import IM2COL, HostSource, place, staged_pair
-
-from cupy_resnet.jit.sources import find_kernel
+from wgmma_host import IM2COL, HostSource, headers, kernel_text, place, staged_pair
 
 HOST = r"""
 #define WARPGROUP_MMA_OF_ALL(...)
@@ -128,19 +126,12 @@ int main(int, char** arguments) {
 
 def host_source() -> HostSource:
     """The program's text."""
-    path = find_kernel("conv2d_wgmma").path
-    include = {file.name: file.read_text("utf-8") for file in (path.parent / "include").glob("*.cuh")}
-    trade = include["transposed_matrices.cuh"]
-    trade = trade[trade.index("// values[i] becomes what was") :]  # what is before, C++ plays
-    text = path.read_text(encoding="utf-8")
-    text = text.replace('#include "pair_epilogue.cuh"', include["pair_epilogue.cuh"])
-    text = text.replace('#include "transposed_matrices.cuh"', trade)
-    text = re.sub(r'#include "[^"]+"|#pragma once', "", text)
+    epilogue, transposed = headers("pair_epilogue.cuh"), headers("transposed_matrices.cuh")
+    trade = transposed[transposed.index("// values[i] becomes what was") :]  # what is before, C++ plays
+    text = kernel_text("conv2d_wgmma", {"pair_epilogue.cuh": epilogue, "transposed_matrices.cuh": trade})
     text = re.sub(r"asm volatile\(.*?\);", "{}", text)
-    text = text.replace("extern __shared__ __align__(1024) unsigned char shared[];", "")
-    text = text.replace("__shared__", "static")
     assert "asm" not in text
-    params = (include["conv2d_params.cuh"] + include["turns.cuh"]).replace("#pragma once", "")
+    params = headers("conv2d_params.cuh", "turns.cuh")
     im2col = IM2COL.replace("32", "PER_ROW")  # channels
     before = "\n".join(["#define CLUSTER 1", MACHINE, HOST, params, place(), staged_pair()])
     return HostSource(before, text, "conv2d_wgmma", f"{im2col}\n{MAIN}")
