@@ -58,7 +58,7 @@ def _origin(report: dict[str, Any], file: str) -> str:
             f"NVRTC {versions['nvrtc']}"
         )
     # Rows of runs before, with the same versions on another card of the kind, where a file has such.
-    others = report["settings"].get("rows_of_other_runs", {}) if "settings" in report else {}
+    others = report.get("settings", {}).get("rows_of_other_runs", {})
     earlier = {rows: run.partition(",")[0] for rows, run in others.items()}
     dates = "".join(f" ({rows}: {date})" for rows, date in earlier.items() if date != report["date"])
     origin = f"{device}, torch {versions['torch']}, {report['date']}{dates}"
