@@ -46,6 +46,7 @@
 #define FILTER_STAGES 4  // slices of any filter
 #define NEXT 0           // filters of the next convolution: MIDDLE, 2 · MIDDLE, or 0: there is none
 #define SHORTCUT 0       // channels of the shortcut's input; 0: there is a residual
+#define COLUMNS 64       // of the output, multiplied at a time
 #define CLUSTER 1        // blocks that share a tile, 1 or 2: the first convolution has as many times MIDDLE filters
 #endif
 #if CLUSTER > 1
@@ -62,10 +63,11 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS < 3 ? 232 : CLUSTER > 1 ? 152 : 160
 constexpr int PRODUCER_REGISTERS = (1 + CONSUMERS) * REGISTERS - CONSUMERS * CONSUMER_REGISTERS;
 constexpr int ROW_BYTES = 128, SLICE = ROW_BYTES / static_cast<int>(sizeof(ELEMENT));  // channels, or columns of the output
 constexpr int PIXEL_BYTES = TILE_M * ROW_BYTES, CONSUMER_BYTES = 64 * ROW_BYTES, FILTER_BYTES = MIDDLE * ROW_BYTES;
-constexpr int COLUMNS = 64, SLICES = COLUMNS / SLICE;  // of the output, multiplied at a time; stages that they leave from
+constexpr int SLICES = COLUMNS / SLICE;                // stages that these leave from
 constexpr int SECOND_BOX_BYTES = COLUMNS * ROW_BYTES;  // of the second filter: COLUMNS filters by SLICE of depth
 constexpr int SECOND_BOXES = MIDDLE / COLUMNS;         // in a stage
 constexpr int STEP = SLICE / 4, STEPS = 4;             // the depth of an instruction, and such in a slice
+constexpr int TOGETHER = COLUMNS < 64 ? 2 : STEPS;      // residuals that are loaded before the first result is stored
 constexpr int STAYING = SHORTCUT + MIDDLE * (CLUSTER - 1);  // channels of the second product's depth in shared memory
 constexpr int SECOND_STAGES = SLICES * (MIDDLE + STAYING) / MIDDLE;  // that COLUMNS of the second filter take in a ring
 constexpr int PARTS = NEXT > MIDDLE ? NEXT / MIDDLE : 1;  // of the next filters: each has the size of a stage
@@ -80,6 +82,10 @@ static_assert(!NEXT || NEXT == PARTS * MIDDLE, "parts");
 WARPGROUP_MMA_FROM_REGISTERS(64, 32)
 WARPGROUP_MMA_FROM_REGISTERS(128, 64)
 WARPGROUP_MMA_FROM_REGISTERS(256, 128)
+#if COLUMNS == 32
+WARPGROUP_MMA_OF_ALL(32, 16)
+WARPGROUP_MMA_TF32_FROM_REGISTERS(32, 16)
+#endif
 WARPGROUP_MMA_TF32_FROM_REGISTERS(64, 32)
 WARPGROUP_MMA_TF32_FROM_REGISTERS(128, 64)
 WARPGROUP_MMA_TF32_FROM_REGISTERS(256, 128)

@@ -26,6 +26,7 @@ HOST = (
 #define __cluster_dims__(...)
 #define WARPGROUP_MMA_FROM_REGISTERS(...)
 #define WARPGROUP_MMA_TF32_FROM_REGISTERS(...)
+#define WARPGROUP_MMA_OF_ALL(...)
 
 struct Index { int x, y, z; } threadIdx, blockIdx, gridDim;
 struct TensorMap { int id; };

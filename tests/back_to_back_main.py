@@ -25,8 +25,8 @@ void fetch_box(unsigned place, const TensorMap& map, unsigned barrier, int colum
         fetch(place, filter_rows(matrix, count, row, end, columns, column), barrier, map.id);
     };
     if (map.id == FIRST) return box_of(first_filter, MIDDLE, first.K, first.gemm_k);
-    if (map.id == SECOND) return box_of(second_filter, 64, second.K, first.K);
-    if (map.id == SHORTCUT_FILTERS) return box_of(shortcut_filter, 64, second.K, SHORTCUT);
+    if (map.id == SECOND) return box_of(second_filter, COLUMNS, second.K, first.K);
+    if (map.id == SHORTCUT_FILTERS) return box_of(shortcut_filter, COLUMNS, second.K, SHORTCUT);
     if (map.id == NEXT_FILTERS) return box_of(next_filter, MIDDLE, NEXT, second.K);
     if (map.id != ADDED || SHORTCUT > 0 || !self().waited) fail("earlier kernels may not have written the residual");
     box_of(in_place ? y : residual, TILE_M, second.gemm_m, second.K);

@@ -29,6 +29,7 @@ FORMS["few_filters"] = {**TWO_CONSUMERS, "PIXEL_STAGES": 4, "FILTER_STAGES": 3}
 FORMS["few_pixels"] = {**FORMS["64x128x128"], "PIXEL_STAGES": 2, "FILTER_STAGES": 7}
 FORMS["resident"] = {**TWO_CONSUMERS, "PIXEL_STAGES": 3, "FILTER_STAGES": 21}
 FORMS["TF32, few stages"] = {**FORMS["TF32 128x64x64"], "PIXEL_STAGES": 3, "FILTER_STAGES": 4}
+FORMS["TF32, few stages, few columns"] = {**FORMS["TF32 192x64x128"], "PIXEL_STAGES": 2, "FILTER_STAGES": 3}
 FORMS["TF32, resident"] = {**FORMS["TF32 64x64x64"], "PIXEL_STAGES": 3, "FILTER_STAGES": 24}
 
 
@@ -54,7 +55,7 @@ def is_right(program: Program, first: Conv2dProblem, K: int, next_channels: int,
         bias = arrays[f"{name}_bias"] if biases else None
         x = convolution(problem, x, arrays[name], bias, arrays["residual"] if name == "second" else None, relu)
         expected.append(x)
-    options = {"biases": biases, "in_place": in_place, "relus": relus}
+    options = {"biases": biases, "in_place": in_place, "relus": relus, "backwards": draw.random() < 0.5}
     outputs = run(program, first, second, arrays, seed=seed, grid=draw.choice([1, 2, 5]), **options)
     if isinstance(outputs, str):
         return False

@@ -100,7 +100,10 @@ def supports_back_to_back(pair: Conv2dPair, device: Device) -> Support:
         if exceeded is not None:
             return False, exceeded
     forms = [config for config in configs.BACK_TO_BACK if config.precision == first.precision]
-    mid_channels, wanted = sorted({config.mid_channels for config in forms}), 2 * BackToBackConfig.SECOND
+    mid_channels, wanted = (
+        sorted({config.mid_channels for config in forms}),
+        2 * max(config.columns for config in forms),
+    )
     if first.K not in mid_channels or second.K % wanted:
         return False, (
             f"needs {_alternatives(mid_channels)} channels between the two and a multiple of {wanted} behind them, not "
@@ -149,7 +152,7 @@ def back_to_back_candidates(pair: Conv2dPair, device: Device) -> Sequence[BackTo
         config
         for config in configs.BACK_TO_BACK
         if (config.precision, config.mid_channels, config.next_channels, config.shortcut_channels) == wanted
-        and pair.K % (2 * config.SECOND * config.cluster_size) == 0
+        and pair.K % (2 * config.columns * config.cluster_size) == 0
     ]
 
 
@@ -174,7 +177,7 @@ def launch_back_to_back(pair: Conv2dPair, operands: BackToBackOperands, config: 
         added_maps = (
             tensor_maps.im2col_map(shortcut, operands.shortcut.x, config.tile_m),
             tensor_maps.matrix_map(
-                shortcut, in_order(operands.shortcut.filter, pair.precision), shortcut.C, config.SECOND
+                shortcut, in_order(operands.shortcut.filter, pair.precision), shortcut.C, config.columns
             ),
         )
     next_maps, next_bias, next_relu = (tensor_maps.NONE, tensor_maps.NONE), None, False
@@ -188,7 +191,7 @@ def launch_back_to_back(pair: Conv2dPair, operands: BackToBackOperands, config: 
     arguments = (
         tensor_maps.im2col_map(first, operands.x, config.tile_m),
         tensor_maps.matrix_map(first, first_filter, first.gemm_k, config.block_channels),
-        tensor_maps.matrix_map(second, second_filter, second.gemm_k, config.SECOND),
+        tensor_maps.matrix_map(second, second_filter, second.gemm_k, config.columns),
         *added_maps,
         tensor_maps.matrix_map(second, operands.y, second.K, config.tile_m // config.consumers, factor=False),
         *next_maps,

@@ -227,6 +227,7 @@ class BackToBackConfig:
         next_channels: filters of a third convolution, the next bottleneck's first; 0: there is none.
         shortcut_channels: of the input of a shortcut, all of which a tile has; 0: there is a residual.
         cluster_size: blocks that share a tile, each with as many of the filters of both convolutions: 1 or 2.
+        columns: filters of the second convolution that are multiplied at a time.
     """
 
     precision: str
@@ -237,10 +238,9 @@ class BackToBackConfig:
     next_channels: int = 0
     shortcut_channels: int = 0
     cluster_size: int = 1
+    columns: int = 64
 
     ROW_BYTES = 128
-    SECOND = 64
-    """Filters of the second convolution that are multiplied at a time; a consumer has twice as many under way."""
 
     @property
     def consumers(self) -> int:
@@ -273,12 +273,16 @@ class BackToBackConfig:
             "FILTER_STAGES": self.filter_stages,
             "NEXT": self.next_channels,
             "SHORTCUT": self.shortcut_channels,
+            "COLUMNS": self.columns,
             "CLUSTER": self.cluster_size,
         }
 
     def __str__(self) -> str:
         behind = f" and {self.next_channels}" if self.next_channels else ""
-        text = f"{self.tile_m}×{self.mid_channels}{behind}, {self.pixel_stages} and {self.filter_stages} stages"
+        columns = "" if self.columns == 64 else f", {self.columns} columns at a time"
+        text = (
+            f"{self.tile_m}×{self.mid_channels}{behind}, {self.pixel_stages} and {self.filter_stages} stages{columns}"
+        )
         return f"{text}, {self.cluster_size} blocks a tile" if self.cluster_size > 1 else text
 
 
@@ -289,8 +293,8 @@ WGMMA_TILES = (
 """(tile_m, tile_n, stages), of 2-byte elements; with buffers those for a small depth, which takes less than the end."""
 
 WGMMA_TF32_TILES = (
-    *((128, 128, 5, 2), (128, 64, 6, 2), (64, 256, 4, 2), (64, 128, 8, 2), (64, 64, 10, 2), (192, 128, 4, 1)),
-    *((128, 64, 4, 4), (64, 128, 5, 6)),
+    *((128, 128, 5, 2), (128, 64, 6, 2), (64, 256, 4, 2), (64, 128, 8, 2), (64, 64, 10, 2)),
+    *((192, 128, 4, 1), (128, 64, 4, 4), (64, 128, 5, 6)),
 )
 """The same of 4-byte elements, pieces of 32 columns under way; the last two for a small depth."""
 
@@ -376,19 +380,21 @@ they are fetched once. Where more is behind these, tiles of 192 pixels do better
 BACK_TO_BACK_TF32_TILES = (
     (128, 256, 6, 4),
     (128, 128, 6, 8),
+    (192, 128, 5, 6, 0, 0, 1, 32),
     (192, 64, 5, 13),
     (64, 256, 8, 5),
     (64, 128, 10, 9),
     (64, 64, 12, 16),
     (192, 64, 7, 7, 64),
+    (192, 64, 7, 7, 128, 0, 1, 32),
     (128, 64, 6, 16, 64),
     (128, 64, 6, 16, 128),
     (128, 128, 6, 8, 128),
     (64, 64, 12, 16, 64),
     (192, 64, 5, 7, 64, 64),
 )
-"""The same in TF32: a slice has half as many channels, and registers hold half as many results, so that with 128
-channels behind a tile is not wider than 128 pixels."""
+"""The same in TF32: a slice has half as many channels, and registers hold half as many results. Three consumers have
+room for more than 64 of them if they multiply 32 columns at a time."""
 
 BACK_TO_BACK = tuple(
     BackToBackConfig(precision, *tile)

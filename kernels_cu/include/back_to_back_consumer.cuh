@@ -182,17 +182,20 @@ struct Consumer {
             if (slice > 0) load_biases_of_matrices<ELEMENT>(biases, bias, k + slice * SLICE);
             const unsigned place = corner(pixel.stage);
             wait_until_full(barriers.pixels, pixel);
-            unsigned words[STEPS][4];
-            if constexpr (SHORTCUT == 0) {
 #pragma unroll
-                for (int j = 0; j < STEPS; ++j) load_matrices(words[j], place ^ j * 32);
-            }
+            for (int first = 0; first < STEPS; first += TOGETHER) {
+                unsigned words[TOGETHER][4];
+                if constexpr (SHORTCUT == 0) {
 #pragma unroll
-            for (int j = 0; j < STEPS; ++j) {
-                const int step = slice * STEPS + j;
-                finish_matrices<ELEMENT, SHORTCUT == 0>(words[j], &sums[step * STEP / 2], &biases[j * STEP / 8], floor);
-                store_matrices(place ^ j * 32, words[j]);
-                to_operand(finished[step], words[j]);
+                    for (int i = 0; i < TOGETHER; ++i) load_matrices(words[i], place ^ (first + i) * 32);
+                }
+#pragma unroll
+                for (int i = 0; i < TOGETHER; ++i) {
+                    const int j = first + i, step = slice * STEPS + j;
+                    finish_matrices<ELEMENT, SHORTCUT == 0>(words[i], &sums[step * STEP / 2], &biases[j * STEP / 8], floor);
+                    store_matrices(place ^ j * 32, words[i]);
+                    to_operand(finished[step], words[i]);
+                }
             }
             store_stage(maps.outputs, k + slice * SLICE, m0);
         }
