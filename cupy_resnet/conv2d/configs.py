@@ -1,13 +1,15 @@
 """How a convolution kernel is specialised: frozen configurations, each a set of ``#define``s. Imports no CuPy.
 
-Those of the kernels on Hopper's warpgroup instructions are in `configs_wgmma`, and are found here too.
+Those of the kernels on Hopper's warpgroup instructions are in `configs_wgmma` and `configs_back_to_back`, and are found
+here too.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from .configs_wgmma import BACK_TO_BACK as BACK_TO_BACK
+from .configs_back_to_back import BACK_TO_BACK as BACK_TO_BACK
+from .configs_back_to_back import BackToBackConfig as BackToBackConfig
 from .configs_wgmma import WGMMA as WGMMA
 from .configs_wgmma import WGMMA_3XTF32 as WGMMA_3XTF32
 from .configs_wgmma import WGMMA_PATCH as WGMMA_PATCH
@@ -15,7 +17,6 @@ from .configs_wgmma import WGMMA_PATCH_PIXELS as WGMMA_PATCH_PIXELS
 from .configs_wgmma import WGMMA_PATCH_SPLIT_K as WGMMA_PATCH_SPLIT_K
 from .configs_wgmma import WGMMA_PATCH_TF32_PIXELS as WGMMA_PATCH_TF32_PIXELS
 from .configs_wgmma import WGMMA_SPLIT_K as WGMMA_SPLIT_K
-from .configs_wgmma import BackToBackConfig as BackToBackConfig
 from .configs_wgmma import Wgmma3xTf32Config as Wgmma3xTf32Config
 from .configs_wgmma import WgmmaConfig as WgmmaConfig
 from .configs_wgmma import WgmmaPatchConfig as WgmmaPatchConfig
