@@ -40,6 +40,9 @@ class Library(Protocol):
             MemoryError: there is no room.
         """
 
+    def spare(self, shape: tuple[int, ...], like: Any) -> tuple[Any, int]:
+        """The same for a later caller, of whatever mode."""
+
     def address_of_out(self, out: Any, shape: tuple[int, ...], like: Any) -> int | None:
         """Returns the address of an array, if float32 results of `shape` can be written there just like that.
 
@@ -67,7 +70,7 @@ def _library_of_type(array_type: Any) -> Library | None:
 class _Torch:
     def __init__(self, torch: Any) -> None:
         self._tensor, self._strided, self._float32 = torch.Tensor, torch.strided, torch.float32
-        self._no_room = torch.cuda.OutOfMemoryError
+        self._no_room, self._inference_mode = torch.cuda.OutOfMemoryError, torch.inference_mode
         # Triton and torch's own compiler ask in this way: the public one makes a Python object of the stream first.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.stream = raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
@@ -89,6 +92,10 @@ class _Torch:
         except self._no_room as error:
             raise MemoryError(str(error)) from error
         return array, array.data_ptr()
+
+    def spare(self, shape: tuple[int, ...], like: Any) -> tuple[Any, int]:
+        with self._inference_mode(False):  # its tensors are of no use to a caller outside of it
+            return self.empty(shape, like)
 
     def address_of_out(self, out: Any, shape: tuple[int, ...], like: Any) -> int | None:
         suits = (
@@ -122,6 +129,8 @@ class _Cupy:
     def empty(self, shape: tuple[int, ...], like: Any) -> tuple[Any, int]:
         array = self._cupy.empty(shape, np.float32)
         return array, array.data.ptr
+
+    spare = empty
 
     def address_of_out(self, out: Any, shape: tuple[int, ...], like: Any) -> int | None:
         suits = (

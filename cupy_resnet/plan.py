@@ -327,13 +327,14 @@ class _Plan:
                     with jit.recording() as launches:
                         if front is not None:
                             front()
-                    logits, features = self._arena.run()
+                    with jit.recording() as of_body:
+                        logits, features = self._arena.run()
             finally:
                 if beside is not None:
                     self._stream.wait_event(beside.record())
                 graph = self._stream.end_capture()
         self.nbytes = int(self._pool.total_bytes())
-        return Captured(graph, logits, features, launches)
+        return Captured(graph, logits, features, launches, of_body[-1] if of_body else None)
 
     def run(
         self,

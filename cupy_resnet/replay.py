@@ -3,16 +3,19 @@
 At batch 1 a GPU computes a small network in less time than Python needs to check an array, bring it to CuPy, and choose
 and launch the kernel that reads it. The outcome of all that depends on the input's signature only. So a plan notes, at
 the first call with a signature, the launch that read the input, and captures the whole pass with it. Later calls are
-that graph with another address for its first kernel, and the copy of the results; or, where a graph's kernels cannot be
-told addresses, the launch by itself and the graph of all the rest.
+that graph with another address for its first kernel, and for its last that of an array that was sought while the GPU
+was busy with the call before. Where the last kernel cannot be told one, as it stores by way of a tensor map, results
+are copied; where none can, the first launch is by itself, and the graph that of all the rest.
 
 A front that does anything else than one such launch, as copying the input first, cannot be repeated like that; neither
 can a call during the capture of a graph. Such calls go the long way each time.
 """
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import jit
@@ -34,23 +37,48 @@ class Captured(NamedTuple):
         graph: the captured graph.
         logits, features: (N, num_classes) and (N, num_features) float32, where it leaves them.
         front: what the network's front launched, if that is in the graph.
+        last: the launch that computed the logits.
     """
 
     graph: "cupy.cuda.Graph"
     logits: "cupy.ndarray"
     features: "cupy.ndarray"
     front: Sequence[jit.Launch] = ()
+    last: jit.Launch | None = None
 
 
-class _Replay(NamedTuple):
-    """How to repeat a pass: what enqueues it, for a stream and an input's address, and where the logits are then.
+@dataclass
+class _Replay:
+    """How to repeat a pass.
 
-    `kept` stays alive with it; the first input, which `Captured.front` refers to, must not.
+    Args:
+        enqueue: enqueues it, for a stream and an input's address.
+        logits: where they are then unless `write_to` was called: address, bytes, kind of copy.
+        kept: stays alive with it; the first input, which `Captured.front` refers to, must not.
+        write_to: has later passes leave the logits at an address; None where they must be copied.
+        target: the address that this was called with last.
+        spare: an array at `target` that no caller has been given yet, and the stream that it is for.
     """
 
     enqueue: Callable[[int, int], None]
-    logits: tuple[int, int, int]  # address, bytes, kind of copy
+    logits: tuple[int, int, int]
     kept: Captured
+    write_to: Callable[[int], None] | None = None
+    target: int = 0
+    spare: tuple[Any, int] | None = None
+
+    def aim(self, address: int) -> None:
+        """Has the next passes leave the logits there. They may; `write_to` is not None."""
+        if self.target != address:
+            assert self.write_to is not None
+            self.target = 0  # should it fail, nobody knows
+            self.write_to(address)
+            self.target = address
+
+    def take_spare(self, stream: int) -> Any | None:
+        """Returns the array that the next pass leaves the logits in, if it is for this stream, and forgets it."""
+        spare, self.spare = self.spare, None
+        return spare[0] if spare is not None and spare[1] == stream else None
 
 
 class Replays:
@@ -98,11 +126,15 @@ class Replays:
         except MemoryError as error:
             return self._apart(error)
         (front,) = captured.front
+        place = None if captured.last is None else captured.last.place_of(captured.logits.data.ptr)
+        if captured.last is not None and place is not None:
+            with contextlib.suppress(LookupError):  # several kernels may be of this kind: the logits are copied then
+                graph = jit.PreparedGraph(captured.graph, front, (captured.last, place))
+                return self._replay(graph, captured, graph.write_to)
         try:
-            graph = jit.PreparedGraph(captured.graph, front)
+            return self._replay(jit.PreparedGraph(captured.graph, front), captured)
         except LookupError as error:
             return self._apart(error)
-        return self._replay(graph, captured)
 
     @staticmethod
     def _apart(error: Exception) -> None:
@@ -117,10 +149,15 @@ class Replays:
 
         return self._replay(enqueue, body)
 
-    def _replay(self, enqueue: Callable[[int, int], None], captured: Captured) -> _Replay:
+    def _replay(
+        self,
+        enqueue: Callable[[int, int], None],
+        captured: Captured,
+        write_to: Callable[[int], None] | None = None,
+    ) -> _Replay:
         logits = captured.logits
         where = logits.data.ptr, logits.nbytes, self._runtime.memcpyDeviceToDevice
-        return _Replay(enqueue, where, captured._replace(front=()))
+        return _Replay(enqueue, where, captured._replace(front=(), last=None), write_to)
 
     def clear(self) -> None:
         """Forgets everything, so that nothing is replayed any more and no memory is held. The caller holds the lock."""
@@ -152,6 +189,8 @@ class Replays:
                 target = library.address_of_out(out, self._shape, given)
                 if target is None:
                     return None
+            if replay.write_to is not None:
+                return self._write(replay, library, stream, address, given, out, target)
             runtime.streamWaitEvent(stream, done)  # of the call before, which may have used another stream
             replay.enqueue(stream, address)
             # From here on the GPU has something to do: what the host still needs takes no time.
@@ -164,3 +203,30 @@ class Replays:
             finally:
                 runtime.eventRecord(done, stream)
             return out
+
+    def _write(
+        self, replay: _Replay, library: Library, stream: int, address: int, given: Any, out: Any, target: int | None
+    ) -> Any | None:
+        """As `__call__`, where the graph's last kernel leaves the logits where they belong."""
+        wants_another = target is None
+        if target is not None:
+            replay.spare = None  # the kernel is told another array
+        else:
+            out, target = replay.take_spare(stream), replay.target
+            try:
+                if out is None:
+                    out, target = library.empty(self._shape, given)
+            except MemoryError:
+                return None
+        replay.aim(target)
+        self._runtime.streamWaitEvent(stream, self._done)
+        try:
+            replay.enqueue(stream, address)
+        finally:
+            self._runtime.eventRecord(self._done, stream)
+        if wants_another:
+            with contextlib.suppress(MemoryError):  # the next call seeks one itself then
+                spare, target = library.spare(self._shape, given)
+                replay.aim(target)
+                replay.spare = spare, stream
+        return out

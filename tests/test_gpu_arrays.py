@@ -81,6 +81,15 @@ def test_torchs_memory_for_results() -> None:
     assert address == result.data_ptr() == library.address_of_out(result, (2, 10), like)
 
 
+def test_memory_for_a_later_caller_is_of_use_outside_of_inference_mode() -> None:
+    for like in (torch.zeros(1, dtype=torch.float16), torch.inference_mode()(torch.zeros)(1)):
+        library: Any = library_of(like)
+        with torch.inference_mode():
+            spare, address = library.spare((2, 10), like)
+        assert not spare.is_inference()
+        assert (tuple(spare.shape), spare.dtype, address) == ((2, 10), torch.float32, spare.data_ptr())
+
+
 def test_no_room_on_torchs_side_is_a_memory_error() -> None:
     def new_empty(shape: Any, dtype: Any) -> Any:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")

@@ -70,7 +70,7 @@ class GpuArray(SimpleNamespace):
 
 
 def gpu_array(address: int) -> Any:
-    return GpuArray(data=SimpleNamespace(ptr=address))
+    return GpuArray(data=SimpleNamespace(ptr=address), dtype=np.dtype(np.float32))
 
 
 @pytest.fixture
@@ -377,6 +377,35 @@ def test_a_graph_that_cannot_be_told_an_array_is_not_prepared(cupy: SimpleNamesp
     monkeypatch.setattr(launching, "_driver", lambda: None)
     with pytest.raises(LookupError, match="cuda-bindings is not installed"):
         PreparedGraph(GRAPH, READING)
+
+
+def test_a_prepared_graph_tells_another_kernel_where_results_go(cupy: SimpleNamespace, monkeypatch) -> None:
+    driver = told_graph(cupy, monkeypatch, stem=0xF00D, linear=0xBEEF)
+    kernel = Kernel()
+    kernel.kernel.ptr = 0xBEEF
+    writing = Launch(kernel, (1,), (32,), (gpu_array(0x9000), np.int32(7)), 0)
+    prepared = PreparedGraph(GRAPH, READING, (writing, 0))
+    prepared.write_to(0x5000)
+    prepared(0x57, 0x1000)
+    assert driver.told == [
+        (0x61, "linear", (0x5000).to_bytes(8, "little")),
+        (0x61, "stem", (0x1000).to_bytes(8, "little")),
+        (0x61, "runs", 0x57),
+    ]
+    driver.functions["linear too"] = 0xBEEF
+    with pytest.raises(LookupError, match="2 of the graph's kernels"):
+        PreparedGraph(GRAPH, READING, (writing, 0))
+
+
+def test_an_arrays_place_is_found_where_nothing_else_may_hold_its_address() -> None:
+    def place(*arguments: Any) -> int | None:
+        return Launch(Kernel(), (1,), (32,), arguments, 0).place_of(0x2000)
+
+    record = np.zeros(1, [("N", np.int32)])
+    assert place(gpu_array(0x1000), np.int32(7), gpu_array(0x2000), record) == 2
+    assert place(gpu_array(0x1000), np.int64(0x2000)) is None
+    assert place(gpu_array(0x2000), gpu_array(0x2000)) is None
+    assert place(gpu_array(0x2000), np.zeros(1, "V128")) is None  # a tensor map
 
 
 def test_a_graph_that_refuses_an_array_does_not_run(cupy: SimpleNamespace, monkeypatch) -> None:

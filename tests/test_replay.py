@@ -10,6 +10,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cupy_resnet import replay as replay_module
@@ -29,7 +30,8 @@ class Input:
 class Library:
     """The library of `Input`; results are strings, and so is `out`."""
 
-    room = True
+    room = room_for_spares = True
+    spares = 0
 
     def look_at(self, x: Input) -> tuple[tuple[str], tuple[int, ...], int] | None:
         return None if x.signature == "odd" else ((x.signature,), (2, 8, 8), x.address)
@@ -41,6 +43,12 @@ class Library:
         if not self.room:
             raise MemoryError
         return f"new {shape}", 0xAAA0
+
+    def spare(self, shape: tuple[int, ...], like: Input) -> tuple[str, int]:
+        if not self.room_for_spares:
+            raise MemoryError
+        Library.spares += 1
+        return f"spare {self.spares}", 0xCCC0 + self.spares
 
     def address_of_out(self, out: str, shape: tuple[int, ...], like: Input) -> int | None:
         return 0xBBB0 if out == f"out {shape}" else None
@@ -54,7 +62,7 @@ class Cuda:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.device, self.capturing = 1, False
-        self.bindings_are_there = self.kernels_are_found = True
+        self.bindings_are_there = self.kernels_are_found = self.last_kernel_is_found = True
         self.lock = threading.Lock()
 
     def getDevice(self) -> int:  # noqa: N802
@@ -79,24 +87,31 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(replay_module, "library_of", lambda x: Library() if isinstance(x, Input) else None)
     prepared = lambda launch: lambda stream, address: fake.launched(launch.kernel, stream, address)  # noqa: E731
 
-    def with_input(graph: Any, launch: Launch) -> Any:
-        if fake.kernels_are_found:
-            kernel = launch.kernel
-            return lambda stream, address: fake.run(graph.graphExec, kernel, stream, address)
-        raise LookupError("2 of the graph's kernels are the one that was launched")
+    class PreparedGraph:
+        def __init__(self, graph: Any, reading: Launch, writing: tuple[Launch, int] | None = None) -> None:
+            if not fake.kernels_are_found or (writing is not None and not fake.last_kernel_is_found):
+                raise LookupError("2 of the graph's kernels are the one that was launched")
+            self.graph, self.kernel, self.writing = graph.graphExec, reading.kernel, writing
+
+        def __call__(self, stream: int, address: int) -> None:
+            fake.run(self.graph, self.kernel, stream, address)
+
+        def write_to(self, address: int) -> None:
+            assert self.writing is not None
+            fake.write_to(self.writing[0].kernel, self.writing[1], address)
 
     jit = SimpleNamespace(
         PreparedLaunch=prepared,
-        PreparedGraph=with_input,
+        PreparedGraph=PreparedGraph,
         graphs_can_be_prepared=lambda: fake.bindings_are_there,
     )
     monkeypatch.setattr(replay_module, "jit", jit)
     return fake
 
 
-def captured(graph: int, logits: int, front: list[Launch]) -> Captured:
+def captured(graph: int, logits: int, front: list[Launch], last: Launch | None = None) -> Captured:
     array = SimpleNamespace(data=SimpleNamespace(ptr=logits, device_id=1), shape=(2, 10), nbytes=80)
-    return Captured(SimpleNamespace(graphExec=graph), array, None, front)
+    return Captured(SimpleNamespace(graphExec=graph), array, None, front, last)
 
 
 @pytest.fixture
@@ -279,3 +294,88 @@ def test_an_error_frees_the_plan_for_others(cuda: Cuda, replays: Replays) -> Non
     with pytest.raises(RuntimeError, match="no stream"):
         call(replays, Input(), None, Failing())
     assert not cuda.lock.locked()
+
+
+# Results that the last kernel leaves where they belong ----------------------------------------------------------------
+
+WAIT, RECORD = ("streamWaitEvent", STREAM + 1, DONE), ("eventRecord", DONE, STREAM + 1)
+
+
+def told(address: int) -> tuple[Any, ...]:
+    return "write_to", "linear", 1, address
+
+
+def run(address: int) -> tuple[Any, ...]:
+    return "run", WHOLE, "front", STREAM + 1, address
+
+
+def writing(*values: Any) -> Launch:
+    """Of the kernel that computes the logits."""
+    arrays = (SimpleNamespace(data=SimpleNamespace(ptr=at), dtype=np.dtype(np.float32)) for at in (0x50, LOGITS + 1))
+    return Launch("linear", (1,), (32,), (*arrays, *values), 0)
+
+
+@pytest.fixture
+def direct(cuda: Cuda, replays: Replays, monkeypatch: pytest.MonkeyPatch) -> Replays:
+    monkeypatch.setattr(Library, "spares", 0)
+    launches = [reading(Input())]
+    replays.note(Input(), launches, lambda: captured(WHOLE, LOGITS + 1, launches, writing(np.int32(7))))
+    return replays
+
+
+def test_the_next_results_place_is_sought_while_the_gpu_is_busy(cuda: Cuda, direct: Replays) -> None:
+    assert call(direct, Input(address=0x2000)) == "new (2, 10)"
+    assert cuda.calls == [told(0xAAA0), WAIT, run(0x2000), RECORD, told(0xCCC1)]
+    for n in (1, 2):
+        cuda.calls.clear()
+        assert call(direct, Input(address=0x3000)) == f"spare {n}"
+        assert cuda.calls == [WAIT, run(0x3000), RECORD, told(0xCCC1 + n)]
+
+
+def test_results_go_right_to_an_array_of_the_callers(cuda: Cuda, direct: Replays) -> None:
+    call(direct, Input())
+    for tells in ([told(0xBBB0)], []):
+        cuda.calls.clear()
+        assert call(direct, Input(address=0x3000), "out (2, 10)") == "out (2, 10)"
+        assert cuda.calls == [*tells, WAIT, run(0x3000), RECORD]
+    cuda.calls.clear()
+    assert (
+        call(direct, Input()) == "new (2, 10)"
+    )  # and not the spare of before, which the kernel does not know any more
+    assert cuda.calls[:2] == [told(0xAAA0), WAIT]
+
+
+def test_what_was_sought_for_one_stream_is_not_given_to_another(
+    cuda: Cuda, direct: Replays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call(direct, Input())
+    monkeypatch.setattr(Library, "stream", lambda self, device: 0x99)
+    monkeypatch.setattr(cuda, "streamIsCapturing", lambda stream: False)
+    assert call(direct, Input()) == "new (2, 10)"
+    assert call(direct, Input()) == "spare 2"
+
+
+def test_without_room_for_the_next_results_these_are_there(cuda: Cuda, direct: Replays) -> None:
+    library = Library()
+    library.room_for_spares = False
+    for _ in range(2):
+        cuda.calls.clear()
+        assert call(direct, Input(), library=library) == "new (2, 10)"
+        assert cuda.calls[-3:] == [WAIT, run(0x1000), RECORD]
+
+
+def test_without_room_for_results_nothing_is_enqueued(cuda: Cuda, direct: Replays) -> None:
+    library = Library()
+    library.room = False
+    assert call(direct, Input(), library=library) is None
+    assert cuda.calls == []
+
+
+@pytest.mark.parametrize("why", ["several kernels of its kind", "tensor map", "nothing known"])
+def test_where_the_last_kernel_cannot_be_told_results_are_copied(cuda: Cuda, replays: Replays, why: str) -> None:
+    last = {"tensor map": writing(np.zeros(1, "V128")), "nothing known": None}.get(why, writing())
+    cuda.last_kernel_is_found = why != "several kernels of its kind"
+    launches = [reading(Input())]
+    replays.note(Input(), launches, lambda: captured(WHOLE, LOGITS + 1, launches, last))
+    assert call(replays, Input()) == "new (2, 10)"
+    assert cuda.calls == [WAIT, run(0x1000), ("memcpyAsync", 0xAAA0, LOGITS + 1, 80, 3, STREAM + 1), RECORD]

@@ -5,9 +5,9 @@ one in front of it on the stream has finished, by programmatic dependent launch.
 the last blocks of the other still run. Where many short kernels follow each other, as in a captured forward pass at
 batch 1, that hides most of what a launch costs the GPU.
 
-Launches may be prepared: one that was recorded is repeated with another array in its first place, for the price of the
-driver's call, by itself or within a captured graph. Choosing a kernel and packing its arguments in Python costs the
-host several times as much.
+Launches may be prepared: one that was recorded is repeated with another array in a place of its arguments, for the
+price of the driver's call, by itself or within a captured graph. Choosing a kernel and packing its arguments in Python
+costs the host several times as much.
 """
 
 import contextlib
@@ -74,7 +74,23 @@ class Launch:
 
     def reads(self, address: int) -> bool:
         """Whether the first argument is the array at `address`."""
-        return bool(self.arguments) and getattr(self.arguments[0].data, "ptr", None) == address
+        return bool(self.arguments) and _address_of(self.arguments[0]) == address
+
+    def place_of(self, address: int) -> int | None:
+        """Returns which argument is the array at `address`.
+
+        None if not exactly one is, or if others may hold addresses too, as tensor maps do: all that is passed by value
+        must be numbers, or have fields with names.
+        """
+        plain = (argument.dtype.names or argument.dtype.kind != "V" for argument in self.arguments)
+        places = [n for n, argument in enumerate(self.arguments) if _address_of(argument) == address]
+        return places[0] if len(places) == 1 and all(plain) else None
+
+
+def _address_of(argument: Any) -> int | None:
+    """Of an array on the GPU."""
+    address: int | None = getattr(argument.data, "ptr", None)
+    return address
 
 
 @contextlib.contextmanager
@@ -90,14 +106,14 @@ def recording() -> Iterator[list[Launch]]:
 
 
 class _Parameters:
-    """A recorded launch's parameters as the driver takes them. Arguments other than the first are kept alive."""
+    """A recorded launch's parameters as the driver takes them. Arguments but for that in `place` are kept alive."""
 
-    def __init__(self, launch: Launch) -> None:
-        self._kept = launch.kernel, launch.arguments[1:]
+    def __init__(self, launch: Launch, place: int = 0) -> None:
+        self._kept = launch.kernel, launch.arguments[:place], launch.arguments[place + 1 :]
         self._values = [_as_bytes(argument) for argument in launch.arguments]
         self._pointers = _pointers_to(self._values)
         self.address = ctypes.addressof(self._pointers)
-        self.first = ctypes.c_void_p.from_buffer(self._values[0])
+        self.array = ctypes.c_void_p.from_buffer(self._values[place])
 
 
 class PreparedLaunch:
@@ -123,7 +139,7 @@ class PreparedLaunch:
             stream: the handle of one of that device's streams.
             address: of the array that the kernel gets first. It must look to the kernel as the recorded one did.
         """
-        self._parameters.first.value = address
+        self._parameters.array.value = address
         self._launch_kernel(*self._what, stream, self._parameters.address, 0)  # copies the values at once
 
 
@@ -133,33 +149,52 @@ def graphs_can_be_prepared() -> bool:
 
 
 class PreparedGraph:
-    """A captured graph to be run with other arrays in the place of a kernel's first argument, by one thread at a time.
+    """A captured graph to be run with another array in the place of a kernel's first argument, by one thread at a time,
+    and perhaps with another one where it leaves its results.
 
     Args:
         graph: it must stay alive.
-        launch: recorded during its capture; the first argument is an array that no other kernel of the graph reads.
+        reading: recorded during its capture; the first argument is an array that no other kernel of the graph reads.
+        writing: the same of the kernel that writes results, and which of its arguments is the array that it writes.
 
     Raises:
-        LookupError: the graph's kernels cannot be looked at (`graphs_can_be_prepared`), or this one is not among them.
+        LookupError: the graph's kernels cannot be looked at (`graphs_can_be_prepared`), or one is not among them.
     """
 
-    def __init__(self, graph: "cupy.cuda.Graph", launch: Launch) -> None:
+    def __init__(self, graph: "cupy.cuda.Graph", reading: Launch, writing: tuple[Launch, int] | None = None) -> None:
         import cupy
 
-        driver = _driver()
-        if driver is None:
+        if _driver() is None:
             raise LookupError("cuda-bindings is not installed")
-        self._driver, self._graph_launch = driver, cupy.cuda.runtime.graphLaunch
-        self._parameters = _Parameters(launch)
-        self._handle, self._graph = graph.graphExec, driver.CUgraphExec(graph.graphExec)
-        self._node, self._kernel = _find_kernel(graph.graph, launch.kernel.kernel.ptr)
-        self._kernel.kernelParams = self._parameters.address
+        self._graph_launch, self._handle = cupy.cuda.runtime.graphLaunch, graph.graphExec
+        self._input = _GraphArgument(graph, reading, 0)
+        self._output = None if writing is None else _GraphArgument(graph, *writing)
 
     def __call__(self, stream: int, address: int) -> None:
         """Enqueues the graph, as `PreparedLaunch` does a launch; runs that are under way are not affected."""
-        self._parameters.first.value = address
-        _check(*self._driver.cuGraphExecKernelNodeSetParams(self._graph, self._node, self._kernel))
+        self._input.tell(address)
         self._graph_launch(self._handle, stream)
+
+    def write_to(self, address: int) -> None:
+        """Has later runs leave their results there."""
+        assert self._output is not None, "the graph was prepared to leave results where it was captured to"
+        self._output.tell(address)
+
+
+class _GraphArgument:
+    """An array that a kernel of a graph is given, and may be given another in the place of."""
+
+    def __init__(self, graph: "cupy.cuda.Graph", launch: Launch, place: int) -> None:
+        self._driver = _driver()
+        self._parameters = _Parameters(launch, place)
+        self._graph = self._driver.CUgraphExec(graph.graphExec)
+        self._node, self._kernel = _find_kernel(graph.graph, launch.kernel.kernel.ptr)
+        self._kernel.kernelParams = self._parameters.address
+
+    def tell(self, address: int) -> None:
+        """The kernel is given the array at `address` from the next run on."""
+        self._parameters.array.value = address
+        _check(*self._driver.cuGraphExecKernelNodeSetParams(self._graph, self._node, self._kernel))
 
 
 def _find_kernel(graph: int, function: int) -> tuple[Any, Any]:
