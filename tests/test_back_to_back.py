@@ -106,7 +106,7 @@ def test_it_solves_bottlenecks(precision: str, changes: dict[str, int], K: int) 
     pair = Conv2dPair(first, K)
     assert supports_back_to_back(pair, H100) == (True, "")
     candidates = back_to_back_candidates(pair, H100)
-    tiles = {64: (192, 64), 128: (128, 64) if precision == "tf32" else (192, 128, 64), 256: (128, 64)}[first.K]
+    tiles = {64: (192, 64), 128: (128, 192, 64) if precision == "tf32" else (192, 128, 64), 256: (128, 64)}[first.K]
     if first.K == 256 and K % 256 == 0 and precision != "tf32":
         tiles += (192,)  # of two blocks
     assert [(c.precision, c.mid_channels, c.tile_m) for c in candidates] == [(precision, first.K, m) for m in tiles]
@@ -307,7 +307,7 @@ def test_the_launch(
     given = dict(zip(PARAMETERS, arguments, strict=True))
     assert given["pixels"] == ("im2col_map", first, "x", config.tile_m)
     assert given["first_filters"] == ("matrix_map", first, "first", 3 * 2 * 128, config.block_channels)
-    assert given["second_filters"] == ("matrix_map", second, "second", config.mid_channels, 64)
+    assert given["second_filters"] == ("matrix_map", second, "second", config.mid_channels, config.columns)
     assert given["shortcut_filters"] is tensor_maps.NONE
     assert given["added"] == ("matrix_map", second, "residual", 512, config.tile_m, ("factor", False))
     assert given["outputs"] == ("matrix_map", second, "y", 512, 64, ("factor", False))

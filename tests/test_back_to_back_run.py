@@ -126,13 +126,14 @@ def test_it_is_exact_on_integers(program: Callable[[str], Program], shape: str, 
 
 # Of the kernel's text: a wait up to the indentation of the next line.
 FULL_PIXELS = "wait_until_full(barriers.pixels, pixel);\n"
+LEAVES = "#pragma unroll\n            for (int first = 0;"
 FULL_FILTERS = "wait_until_full(barriers.filters, filter);\n"
 
 MISTAKES = {
     "the input is not waited for": (f"{FULL_PIXELS}            const", "            const"),
     "the first filter is not waited for": (f"{FULL_FILTERS}            wait", "            wait"),
     "the second filter is not waited for": (f"{FULL_FILTERS}            b[i]", "            b[i]"),
-    "the residual is not waited for": (f"{FULL_PIXELS}            unsigned words[S", "            unsigned words[S"),
+    "the residual is not waited for": (f"{FULL_PIXELS}{LEAVES}", LEAVES),
     "the sums are not waited for": ("warpgroup_wait<PENDING>();", "warpgroup_wait<PENDING + 1>();"),
     "a slice is given back before it has been read": ("warpgroup_wait<1>();", "warpgroup_wait<2>();"),
     "one consumer gives back for both": ("&ring.empty[stage]), readers);", "&ring.empty[stage]), 1);"),
