@@ -20,6 +20,7 @@
 #include "conv2d_params.cuh"
 #include "dependent_launch.cuh"
 #include "epilogue.cuh"
+#include "pair_epilogue.cuh"
 #include "tensor_memory.cuh"
 #include "transposed_matrices.cuh"
 #include "turns.cuh"
@@ -109,26 +110,23 @@ __device__ __forceinline__ void multiply(float (&sums)[PIXELS / 2], Barriers& ba
     }
 }
 
-// Bias, residual and ReLU for 8 · COUNT / 2 pixels from block j on, on their way to the staged tile, where the residual is.
-template <typename Element, int COUNT>
-__device__ __forceinline__ void finish(const float* sums, unsigned staged, int j, const float* bias, bool with_residual,
-                                       bool with_relu) {
+// Bias, residual and ReLU for COUNT / 2 blocks of 8 pixels from block j on, on their way to the staged tile, where the residual is.
+template <typename Element, bool ADD, int COUNT>
+__device__ __forceinline__ void finish_blocks(const float* sums, unsigned staged, int j, float2 biases, unsigned floor) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % WARPGROUP / 32;
     const int row = (j + lane / 16 % (COUNT / 2)) * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
     const unsigned address = staged + row * ROW_BYTES + ((chunk ^ row % 8) * 16);
     unsigned words[COUNT] = {};
-    if (with_residual) load_transposed<COUNT>(words, address);
+    if (ADD) load_transposed(words, address);
+    finish_matrices_of_rows<Element, ADD>(words, sums + j * 4, biases, floor);
+    store_transposed(address, words);
+}
+
+template <typename Element, bool ADD>
+__device__ __forceinline__ void finish(const float* sums, unsigned staged, float2 biases, unsigned floor) {
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        const float* const pair = sums + (j + i / 2) * 4 + i % 2 * 2;
-        float low = pair[0] + bias[i % 2], high = pair[1] + bias[i % 2];
-        if (with_residual) {
-            low += to_float(Element{static_cast<unsigned short>(words[i])});
-            high += to_float(Element{static_cast<unsigned short>(words[i] >> 16)});
-        }
-        words[i] = pack_pair(with_relu ? relu_of(low) : low, with_relu ? relu_of(high) : high, Element{});
-    }
-    store_transposed<COUNT>(address, words);
+    for (int j = 0; j + 1 < BLOCKS; j += 2) finish_blocks<Element, ADD, 4>(sums, staged, j, biases, floor);
+    if constexpr (BLOCKS % 2 == 1) finish_blocks<Element, ADD, 2>(sums, staged, BLOCKS - 1, biases, floor);
 }
 
 // The outputs that a thread stores itself, of neighbouring filters from k on.
@@ -262,9 +260,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             } else {
                 warpgroup_sync(1 + consumer);  // the elected thread has waited for the tile before
             }
-#pragma unroll
-            for (int j = 0; j + 1 < BLOCKS; j += 2) finish<ELEMENT, 4>(sums, staged, j, biases, residual, params.relu);
-            if constexpr (BLOCKS % 2 == 1) finish<ELEMENT, 2>(sums, staged, BLOCKS - 1, biases, residual, params.relu);
+            const float2 pair = make_float2(biases[0], biases[1]);
+            const unsigned floor = floor_word(params.relu, ELEMENT{});
+            if (residual) {
+                finish<ELEMENT, true>(sums, staged, pair, floor);
+            } else {
+                finish<ELEMENT, false>(sums, staged, pair, floor);
+            }
             written_for_storing();
             warpgroup_sync(1 + consumer);
             if (elected) {

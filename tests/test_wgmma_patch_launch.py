@@ -27,6 +27,7 @@ PLAIN = Conv2dProblem(N=2, H=14, W=14, C=64, K=64, R=3, S=3, pad_h=1, pad_w=1, p
 TF32 = replace(PLAIN, precision="tf32")
 LIMIT = H100.shared_memory_per_block
 TEXT = load_program(find_kernel(NAME)).text
+EPILOGUE = (find_kernel(NAME).path.parent / "include/pair_epilogue.cuh").read_text(encoding="utf-8")
 
 # What it solves ---------------------------------------------------------------------------------------------------
 
@@ -214,9 +215,9 @@ def test_the_launch_agrees_with_the_kernels_constants(config: WgmmaPatchConfig) 
 # A finished tile in shared memory ---------------------------------------------------------------------------------
 
 
-def expression(pattern: str) -> str:
-    """A C expression of the kernel's file, found once, as one of Python. All values are ints from 0."""
-    (found,) = re.findall(pattern, TEXT)
+def expression(pattern: str, text: str = TEXT) -> str:
+    """A C expression of the kernel's file, or of `text`, found once, as one of Python. All values are ints from 0."""
+    (found,) = re.findall(pattern, text)
     return found.replace("/", "//").replace("threadIdx.x", "thread")
 
 
@@ -230,11 +231,13 @@ def test_every_sum_is_staged_once_and_where_the_accelerator_expects_it(pixels: i
     row_of = expression(r"const int row = (.+?), chunk = ")
     chunk_of = expression(r"chunk = (.+?);\n")
     place_of = expression(r"const unsigned address = staged \+ (.+?);\n")
-    pair_of = expression(r"const float\* const pair = sums \+ (.+?);\n")
+    (ending,) = re.findall(r"void finish_matrices_of_rows\(.+?\n}\n", EPILOGUE, re.DOTALL)
+    block_of = expression(r"finish_matrices_of_rows<Element, ADD>\(words, sums \+ (.+?), ")
+    matrix_of = expression(r"const float\* const pair = sums \+ (.+?);\n", ending)
     filter_of = expression(r"filter0 = warp_filter \+ \(STAGED \? (.+?) : ")
     warp_filter_of = expression(r"warp_filter = (.+?);\n")
     assert "k = tile.k + filter0 + i * (STAGED ? 8 : 1);" in TEXT
-    assert "low = pair[0] + bias[i % 2], high = pair[1] + bias[i % 2]" in TEXT
+    assert "const float bias = matrix % 2 ? biases.y : biases.x;" in ending
     blocks = pixels // 8
     calls = [(j, 4) for j in range(0, blocks - 1, 2)] + ([(blocks - 1, 2)] if blocks % 2 else [])
     written: Counter[int] = Counter()
@@ -243,7 +246,7 @@ def test_every_sum_is_staged_once_and_where_the_accelerator_expects_it(pixels: i
         lane, warp = thread % 32, thread // 32
         for j, count in calls:
             for i in range(count):
-                first = eval(pair_of, {"j": j, "i": i})
+                first = eval(block_of, {"j": j}) + eval(matrix_of, {"matrix": i})
                 # What of the product the thread has there, as warpgroup.cuh tells.
                 column, place = first // 4 * 8 + lane % 4 * 2, first % 4
                 filter = warp * 16 + lane // 4 + 8 * (place // 2)

@@ -100,10 +100,8 @@ def supports_back_to_back(pair: Conv2dPair, device: Device) -> Support:
         if exceeded is not None:
             return False, exceeded
     forms = [config for config in configs.BACK_TO_BACK if config.precision == first.precision]
-    mid_channels, wanted = (
-        sorted({config.mid_channels for config in forms}),
-        2 * max(config.columns for config in forms),
-    )
+    mid_channels = sorted({config.mid_channels for config in forms})
+    wanted = 2 * max(config.columns for config in forms)
     if first.K not in mid_channels or second.K % wanted:
         return False, (
             f"needs {_alternatives(mid_channels)} channels between the two and a multiple of {wanted} behind them, not "

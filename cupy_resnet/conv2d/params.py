@@ -18,7 +18,13 @@ PARAMS_DTYPE = np.dtype([(name, np.int32) for name in PARAMS_FIELDS])
 
 
 def conv2d_params(problem: Conv2dProblem, relu: bool, backwards: bool = False) -> np.ndarray:
-    """Returns the problem as a one-element structured array, which CuPy passes to a kernel by value."""
+    """Returns the problem as a one-element structured array, which CuPy passes to a kernel by value.
+
+    Args:
+        problem: the convolution.
+        relu: whether the kernel ends with ReLU.
+        backwards: whether a kernel whose blocks take tiles in turn begins with the last; others take no notice.
+    """
     return _params(problem, relu, backwards)
 
 

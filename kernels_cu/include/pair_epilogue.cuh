@@ -50,12 +50,14 @@ __device__ __forceinline__ void load_biases_of_matrices(float2 (&biases)[COUNT],
     }
 }
 
-// Finishes 16 rows by 16 columns of a transposed product, elements of 2 bytes: a row is a filter, of whose biases this thread
-// has two. `words` has residuals, if ADD, as load_transposed gives them, and then results, as store_transposed takes them.
-template <typename Element, bool ADD>
-__device__ __forceinline__ void finish_matrices_of_rows(unsigned (&words)[4], const float* sums, float2 biases, unsigned floor) {
+// Finishes 16 rows by COUNT / 2 blocks of 8 columns of a transposed product, elements of 2 bytes: a row is a filter, of whose
+// biases this thread has two. `words` has residuals, if ADD, as load_transposed gives them, and then results, as
+// store_transposed takes them.
+template <typename Element, bool ADD, int COUNT>
+__device__ __forceinline__ void finish_matrices_of_rows(unsigned (&words)[COUNT], const float* sums, float2 biases,
+                                                        unsigned floor) {
 #pragma unroll
-    for (int matrix = 0; matrix < 4; ++matrix) {
+    for (int matrix = 0; matrix < COUNT; ++matrix) {
         const float bias = matrix % 2 ? biases.y : biases.x;
         const float* const pair = sums + matrix * 2;
         float low = pair[0] + bias, high = pair[1] + bias;

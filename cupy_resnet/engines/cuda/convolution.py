@@ -141,10 +141,8 @@ class Convolutions(Layouts):
             if third is not None and pair.third is not None:
                 z = self._output(op, pair.third.output_shape)
                 third_operands = FollowingOperands(*third, True, z)
-            biases_of_pair, relus = (first, second), (True, relu)
-            operands = BackToBackOperands(
-                x, filters, biases_of_pair, residual, y, relus, added, third_operands, self._turn()
-            )
+            biases, relus = (first, second), (True, relu)
+            operands = BackToBackOperands(x, filters, biases, residual, y, relus, added, third_operands, self._turn())
             launch_back_to_back(pair, operands, config)
             return y, z
 
