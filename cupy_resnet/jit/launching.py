@@ -106,10 +106,9 @@ def recording() -> Iterator[list[Launch]]:
 
 
 class _Parameters:
-    """A recorded launch's parameters as the driver takes them. Arguments but for that in `place` are kept alive."""
+    """A recorded launch's parameters as the driver takes them; `array` is that in `place`. No array is kept alive."""
 
     def __init__(self, launch: Launch, place: int = 0) -> None:
-        self._kept = launch.kernel, launch.arguments[:place], launch.arguments[place + 1 :]
         self._values = [_as_bytes(argument) for argument in launch.arguments]
         self._pointers = _pointers_to(self._values)
         self.address = ctypes.addressof(self._pointers)
@@ -129,6 +128,7 @@ class PreparedLaunch:
         import cupy
 
         self._parameters = _Parameters(launch)
+        self._kept = launch.kernel, launch.arguments[1:]
         self._launch_kernel = cupy.cuda.driver.launchKernel
         self._what = launch.kernel.kernel.ptr, *_three(launch.grid), *_three(launch.block), launch.shared
 
@@ -153,7 +153,7 @@ class PreparedGraph:
     and perhaps with another one where it leaves its results.
 
     Args:
-        graph: it must stay alive.
+        graph: it must stay alive, and so must what its kernels were given.
         reading: recorded during its capture; the first argument is an array that no other kernel of the graph reads.
         writing: the same of the kernel that writes results, and which of its arguments is the array that it writes.
 
