@@ -16,18 +16,15 @@ ALIGNMENT = 16
 """Bytes: to more than this no kernel asks the input to be aligned."""
 
 Signature = tuple[Any, ...]
-"""An array's type, shape, strides, GPU, and how it lies in `ALIGNMENT` bytes. Which kernel reads an input, and what
+"""An array's type, shape, strides, device, and how it lies in `ALIGNMENT` bytes. Which kernel reads an input, and what
 that is told beside the address, depends on nothing else."""
 
 
 class Library(Protocol):
     """What CuPy and torch have in common."""
 
-    def look_at(self, x: Any) -> tuple[Signature, tuple[int, int, int], int] | None:
-        """Returns an input's signature, its sizes (N, H, W), and its address.
-
-        None if it has not four axes, or the memory at that address does not say all about its values.
-        """
+    def look_at(self, x: Any) -> tuple[Signature, int] | None:
+        """Returns an input's signature and its address; None if the memory there does not say all about its values."""
 
     @property
     def stream(self) -> Callable[[int], int]:
@@ -75,16 +72,12 @@ class _Torch:
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.stream = raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
 
-    def look_at(self, x: Any) -> tuple[Signature, tuple[int, int, int], int] | None:
+    def look_at(self, x: Any) -> tuple[Signature, int] | None:
         # A lazily negated tensor (of torch.imag) has the opposite of its values in memory.
-        if not x.is_cuda or x.layout is not self._strided or x.is_neg():
+        if x.layout is not self._strided or x.is_neg():
             return None
-        shape = x.shape
-        if len(shape) != 4:
-            return None
-        N, _, H, W = shape
         address = x.data_ptr()
-        return (x.dtype, shape, x.stride(), x.get_device(), address % ALIGNMENT), (N, H, W), address
+        return (x.dtype, x.shape, x.stride(), x.get_device(), address % ALIGNMENT), address
 
     def empty(self, shape: tuple[int, ...], like: Any) -> tuple[Any, int]:
         try:
@@ -114,14 +107,10 @@ class _Cupy:
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
 
-    def look_at(self, x: Any) -> tuple[Signature, tuple[int, int, int], int] | None:
-        shape = x.shape
-        if len(shape) != 4:
-            return None
-        N, _, H, W = shape
+    def look_at(self, x: Any) -> tuple[Signature, int] | None:
         memory = x.data
         address = memory.ptr
-        return (x.dtype, shape, x.strides, memory.device_id, address % ALIGNMENT), (N, H, W), address
+        return (x.dtype, x.shape, x.strides, memory.device_id, address % ALIGNMENT), address
 
     def stream(self, device: int) -> int:
         return self._cupy.cuda.get_current_stream().ptr

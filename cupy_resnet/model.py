@@ -165,9 +165,10 @@ class Model:
             ValueError: a shape that the network cannot run; a GPU array on another device than the model; `out` of
                 another shape.
         """
-        repeated = self._alive().replay(x, out)
-        if repeated is not None:
-            return repeated
+        if self._runner is not None:
+            repeated = self._runner.replay(x, out)
+            if repeated is not None:
+                return repeated
         runner = self._checked(x)
         if out is None:
             with exchanged(x, runner.ops) as exchange:

@@ -16,11 +16,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from .arena import Arena
-from .cuda_errors import lost_context_explained
 from .engines.base import Array, Ops
-from .gpu_arrays import library_of
 from .networks import Network
-from .replay import Captured, Replays
+from .replay import Captured, Passes, Replays
 
 if TYPE_CHECKING:
     from .engines.cuda_engine import CudaEngine
@@ -45,6 +43,9 @@ class Runner:
         max_plans: plans kept; the least recently used goes first.
         max_bytes: memory they may hold together; by default `MAX_SHARE_OF_MEMORY` of the GPU's.
         tuner: called with (N, H, W) before each pass, as `cupy_resnet.tuning.Tuner` is; None for no tuning.
+
+    Attributes:
+        replay: runs a pass as an earlier one: `Replays.repeat`, with nothing in between.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class Runner:
         self._plans: OrderedDict[tuple[int, ...], _Plan] = OrderedDict()
         self._kept_for_callers_graphs: list[Any] = []
         self._lock = threading.Lock()
-        self._of_thread = threading.local()
+        self._replays = Replays(self._count_as_used)
+        self.replay = self._replays.repeat
 
     def __call__(
         self,
@@ -115,35 +117,6 @@ class Runner:
                     if release is not None:  # other pools than the plan's may hold memory that nobody uses
                         release()
             return self._once(x, mean, std, features, out)
-
-    def replay(self, given: Any, out: Any = None) -> Any | None:
-        """Runs one forward pass as an earlier one, on the stream that is current in the caller's library.
-
-        Args:
-            given: the caller's array (N, in_channels, H, W), or anything else.
-            out: where to put the logits, an array of the caller's; a new one by default.
-
-        Returns:
-            Logits (N, num_classes), of the caller's kind. None if there was no such call, or it cannot be repeated
-            here and now: nothing that matters has happened then.
-        """
-        library = library_of(given)
-        if library is None or not getattr(self._of_thread, "has_run", False):  # CUDA may not be started in this thread
-            return None
-        seen = library.look_at(given)
-        if seen is None:
-            return None
-        signature, key, address = seen
-        with self._lock:
-            plan = self._plans.get(key)
-            if plan is None:
-                return None
-            self._plans.move_to_end(key)
-        try:
-            return plan.replays(library, signature, address, given, out)
-        except Exception:
-            with lost_context_explained():
-                raise
 
     @property
     def planned(self) -> list[tuple[int, ...]]:
@@ -220,13 +193,12 @@ class Runner:
                 if self._plans.get(key) is plan:
                     raise
             return self._once(x, mean, std, features, out)  # another thread dropped it meanwhile: that is no shortage
-        self._of_thread.has_run = True
         return results
 
     def _capture(
         self, x: Array, mean: Sequence[float] | None, std: Sequence[float] | None, key: tuple[int, ...]
     ) -> "_Plan":
-        plan = _Plan(self.network, cast("CudaEngine", self.ops), x, mean, std)
+        plan = _Plan(self.network, cast("CudaEngine", self.ops), x, mean, std, self._replays)
         logger.info("%s: captured a plan for %s, %.1f MiB", self.network.name, x.shape, plan.nbytes / 2**20)
         with self._lock:
             other = self._plans.get(key)
@@ -239,6 +211,11 @@ class Runner:
         for old in surplus:
             old.close()
         return plan
+
+    def _count_as_used(self, key: tuple[int, ...]) -> None:
+        with self._lock:
+            if key in self._plans:
+                self._plans.move_to_end(key)
 
     def _surplus(self) -> list["_Plan"]:
         """Takes out the least recently used plans until the bounds hold; the newest stays whatever its size."""
@@ -276,14 +253,13 @@ class _Plan:
         x: Array,
         mean: Sequence[float] | None,
         std: Sequence[float] | None,
+        replays: Replays,
     ) -> None:
         import cupy
 
         from .conv2d.scratch import new_counters, scratch
 
-        self._cupy, self._network, self._ops = cupy, network, ops
-        self._lock = threading.Lock()
-        self._done = cupy.cuda.Event(disable_timing=True)
+        self._cupy, self._network, self._ops, self._replays = cupy, network, ops, replays
         self._pool: Any = cupy.cuda.MemoryPool()
         self._stream = cupy.cuda.Stream(non_blocking=True)
         caller = cupy.cuda.get_current_stream()
@@ -307,8 +283,7 @@ class _Plan:
         cupy.get_default_memory_pool().free_all_blocks(stream=self._stream)  # nobody else can use what is free there
         # With few images the filters are most of what is read, and waiting for them most of the time.
         self._few = self._prefetch.nbytes > max(2 * self._arena.largest, self._pool.total_bytes())
-        self._body: Captured | None = self._captured()
-        self.replays = Replays(self._lock, self._body, self._done)
+        self._passes = Passes(x.shape[:3], self._captured(), cupy.cuda.Event(disable_timing=True))
 
     def _captured(self, front: Callable[[], Any] | None = None) -> Captured:
         """Captures the network's body, behind its front where one is given, in the plan's memory.
@@ -349,14 +324,14 @@ class _Plan:
         from . import jit
 
         cupy = self._cupy
-        stream = cupy.cuda.get_current_stream()
-        with self._lock:
-            body = self._body
+        stream, passes = cupy.cuda.get_current_stream(), self._passes
+        with passes.lock:
+            body = passes.body
             if body is None:
                 raise MemoryError("the plan was dropped")
             logits = cupy.empty_like(body.logits) if out is None else out
             pooled = cupy.empty_like(body.features) if features else None
-            stream.wait_event(self._done)  # of the call before, which may have used another stream
+            stream.wait_event(passes.done)  # of the call before, which may have used another stream
             target = self._arena.input
             with jit.recording() as launches:
                 self._network.front(self._ops, x, mean=mean, std=std, out=target)
@@ -364,16 +339,17 @@ class _Plan:
             logits.data.copy_from_device_async(body.logits.data, body.logits.nbytes, stream)
             if pooled is not None:
                 pooled.data.copy_from_device_async(body.features.data, body.features.nbytes, stream)
-            self._done.record(stream)
+            passes.done.record(stream)
+            passes.stream = stream.ptr
             if given is not None:
                 front = partial(self._network.front, self._ops, x, mean=None, std=None, out=target)
-                self.replays.note(given, launches, partial(self._captured, front))
+                self._replays.note(passes, given, launches, partial(self._captured, front))
         return logits, pooled
 
     def close(self) -> None:
         """Waits for the last call and gives the memory back to the GPU."""
-        with self._lock:
-            self._done.synchronize()
-            self.replays.clear()
-            self._body = self._arena = self._counters = self._prefetch = None
+        with self._passes.lock:
+            self._passes.done.synchronize()
+            self._replays.forget(self._passes)
+            self._arena = self._counters = self._prefetch = None
             self._pool.free_all_blocks()

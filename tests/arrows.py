@@ -27,8 +27,8 @@ ARROWS = {
         "weights_store",
     },
     "arena": {"binding", "engines.base", "engines.shape_engine", "networks"},
-    "plan": {"arena", "conv2d", "cuda_errors", "engines.base", "gpu_arrays", "jit", "networks", "replay"},
-    "replay": {"gpu_arrays", "jit"},
+    "plan": {"arena", "conv2d", "engines.base", "jit", "networks", "replay"},
+    "replay": {"cuda_errors", "gpu_arrays", "jit"},
     "pipeline": {
         *("batching", "cuda_errors", "engines.transfers", "images", "plan", "prediction", "preparation"),
         "progress",

@@ -11,6 +11,7 @@ Importing this package imports no CuPy; compiling needs CuPy and NVRTC but no GP
 from .arch import Arch
 from .building import Compiled, CompileEvent, Defines, compile_kernel, compile_listeners, on_compile
 from .launching import (
+    ExecutableGraph,
     Launch,
     PreparedGraph,
     PreparedLaunch,
@@ -30,6 +31,7 @@ __all__ = [
     "CompileEvent",
     "Compiled",
     "Defines",
+    "ExecutableGraph",
     "KernelResources",
     "KernelSource",
     "Launch",

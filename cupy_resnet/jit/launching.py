@@ -149,8 +149,8 @@ def graphs_can_be_prepared() -> bool:
 
 
 class PreparedGraph:
-    """A captured graph to be run with another array in the place of a kernel's first argument, by one thread at a time,
-    and perhaps with another one where it leaves its results.
+    """A captured graph to be run with another array in the place of a kernel's first argument, and perhaps with another
+    one where it leaves its results.
 
     Args:
         graph: it must stay alive, and so must what its kernels were given.
@@ -162,23 +162,51 @@ class PreparedGraph:
     """
 
     def __init__(self, graph: "cupy.cuda.Graph", reading: Launch, writing: tuple[Launch, int] | None = None) -> None:
-        import cupy
-
         if _driver() is None:
             raise LookupError("cuda-bindings is not installed")
-        self._graph_launch, self._handle = cupy.cuda.runtime.graphLaunch, graph.graphExec
-        self._input = _GraphArgument(graph, reading, 0)
-        self._output = None if writing is None else _GraphArgument(graph, *writing)
+        self.graph = graph
+        self.input = _GraphArgument(graph, reading, 0)
+        self.output = None if writing is None else _GraphArgument(graph, *writing)
 
-    def __call__(self, stream: int, address: int) -> None:
-        """Enqueues the graph, as `PreparedLaunch` does a launch; runs that are under way are not affected."""
-        self._input.tell(address)
-        self._graph_launch(self._handle, stream)
+    def executable(self) -> "ExecutableGraph":
+        """Returns the graph ready to be run, with the arrays that it was captured with; as often as it is called."""
+        return ExecutableGraph(self)
+
+
+class ExecutableGraph:
+    """A prepared graph that can be run, by one thread at a time. What it is told, it is told from the next run on.
+
+    Args:
+        prepared: the graph.
+
+    Attributes:
+        handle: what CUDA runs.
+    """
+
+    def __init__(self, prepared: PreparedGraph) -> None:
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        self._prepared, self._launch, self._destroy = prepared, runtime.graphLaunch, runtime.graphExecDestroy
+        self.handle: int = runtime.graphInstantiate(prepared.graph.graph)
+        self._executable = _driver().CUgraphExec(self.handle)
+
+    def run(self, stream: int) -> None:
+        """Enqueues it on a stream of the device that it was captured on, which is current."""
+        self._launch(self.handle, stream)
+
+    def read_from(self, address: int) -> None:
+        """Gives it another input. That must look to the kernel as the one during the capture did."""
+        self._prepared.input.tell(self._executable, address)
 
     def write_to(self, address: int) -> None:
-        """Has later runs leave their results there."""
-        assert self._output is not None, "the graph was prepared to leave results where it was captured to"
-        self._output.tell(address)
+        """Has it leave its results elsewhere, if it was prepared for that."""
+        assert self._prepared.output is not None, "the graph was prepared to leave results where it was captured to"
+        self._prepared.output.tell(self._executable, address)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the end of the process there may be no CUDA any more
+            self._destroy(self.handle)  # what is under way ends first
 
 
 class _GraphArgument:
@@ -187,14 +215,13 @@ class _GraphArgument:
     def __init__(self, graph: "cupy.cuda.Graph", launch: Launch, place: int) -> None:
         self._driver = _driver()
         self._parameters = _Parameters(launch, place)
-        self._graph = self._driver.CUgraphExec(graph.graphExec)
         self._node, self._kernel = _find_kernel(graph.graph, launch.kernel.kernel.ptr)
         self._kernel.kernelParams = self._parameters.address
 
-    def tell(self, address: int) -> None:
+    def tell(self, executable: Any, address: int) -> None:
         """The kernel is given the array at `address` from the next run on."""
         self._parameters.array.value = address
-        _check(*self._driver.cuGraphExecKernelNodeSetParams(self._graph, self._node, self._kernel))
+        _check(*self._driver.cuGraphExecKernelNodeSetParams(executable, self._node, self._kernel))
 
 
 def _find_kernel(graph: int, function: int) -> tuple[Any, Any]:
