@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA, for arrays and for graphs, by which repeated calls are tested on the CPU; fixtures that use them."""
+"""Stand-ins for CUDA, for arrays and for graphs, to test repeated calls with on the CPU; fixtures that use them."""
 
 import itertools
 import sys

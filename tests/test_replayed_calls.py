@@ -11,6 +11,7 @@ from replay_stand_ins import (
     RECORD,
     STREAM,
     WAIT,
+    WHOLE,
     Cuda,
     Input,
     Repeating,
