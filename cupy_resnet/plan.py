@@ -288,7 +288,8 @@ class _Plan:
     def _captured(self, front: Callable[[], Any] | None = None) -> Captured:
         """Captures the network's body, behind its front where one is given, in the plan's memory.
 
-        All captures of a plan use the same: their graphs run one after the other.
+        All captures of a plan use the same: their graphs run one after the other. An array that a record of launches
+        kept alive could not share its place.
         """
         from . import jit
         from .conv2d.scratch import scratch
@@ -299,10 +300,10 @@ class _Plan:
             try:
                 beside = _begun(self._prefetch, self._stream) if self._few else None
                 with jit.overlapping():
-                    with jit.recording() as launches:
+                    with jit.recording(arrays=False) as launches:
                         if front is not None:
                             front()
-                    with jit.recording() as of_body:
+                    with jit.recording(arrays=False) as of_body:
                         logits, features = self._arena.run()
             finally:
                 if beside is not None:

@@ -241,6 +241,22 @@ def test_recording_sees_what_this_thread_launches_and_it_is_launched_all_the_sam
     assert len(driver.launched) == 1
 
 
+def test_a_record_keeps_arrays_alive_or_has_their_addresses() -> None:
+    for arrays in (True, False):
+        kernel, array = Kernel(), gpu_array(0x1000)
+        alive = weakref.ref(array)
+        with recording(arrays=arrays) as launches:
+            launch(kernel, (1,), (32,), (array, np.int32(7)))
+        kernel.calls.clear()
+        del array
+        gc.collect()
+        assert (alive() is not None) == arrays
+        (recorded,) = launches
+        assert recorded.reads(0x1000)
+        assert recorded.place_of(0x1000) == 0
+        assert recorded.arguments[1] == 7
+
+
 def test_a_launch_that_failed_is_not_recorded_and_an_error_ends_the_recording(driver: Driver) -> None:
     driver.status = 701
     with overlapping(), pytest.raises(DriverError), recording() as launches:

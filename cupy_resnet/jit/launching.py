@@ -15,7 +15,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -82,9 +82,15 @@ class Launch:
         None if not exactly one is, or if others may hold addresses too, as tensor maps do: all that is passed by value
         must be numbers, or have fields with names.
         """
-        plain = (argument.dtype.names or argument.dtype.kind != "V" for argument in self.arguments)
+        values = (argument.dtype for argument in self.arguments if not _is_array(argument))
+        plain = (dtype.names or dtype.kind != "V" for dtype in values)
         places = [n for n, argument in enumerate(self.arguments) if _address_of(argument) == address]
         return places[0] if len(places) == 1 and all(plain) else None
+
+
+def _is_array(argument: Any) -> bool:
+    """Whether a kernel is given an address: arguments of NumPy's are passed by value."""
+    return not isinstance(argument, np.ndarray | np.generic)
 
 
 def _address_of(argument: Any) -> int | None:
@@ -93,16 +99,37 @@ def _address_of(argument: Any) -> int | None:
     return address
 
 
+@dataclass(frozen=True)
+class _Address:
+    """In the place of a CuPy array, which it does not keep alive: what `Launch` asks it for."""
+
+    ptr: int
+
+    @property
+    def data(self) -> "_Address":
+        return self
+
+
 @contextlib.contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Collects what this thread enqueues with `launch` meanwhile. Copies and kernels of CuPy's own are not seen."""
-    before = getattr(_thread, "recorded", None)
+def recording(*, arrays: bool = True) -> Iterator[list[Launch]]:
+    """Collects what this thread enqueues with `launch` meanwhile. Copies and kernels of CuPy's own are not seen.
+
+    Args:
+        arrays: whether the arrays among the arguments are kept alive; if not, addresses are in their places.
+    """
+    before = getattr(_thread, "recorder", None)
     recorded: list[Launch] = []
-    _thread.recorded = recorded
+
+    def record(launch: Launch) -> None:
+        given = launch.arguments
+        kept = (each if arrays or not _is_array(each) else _Address(each.data.ptr) for each in given)
+        recorded.append(replace(launch, arguments=tuple(kept)))
+
+    _thread.recorder = record
     try:
         yield recorded
     finally:
-        _thread.recorded = before
+        _thread.recorder = before
 
 
 class _Parameters:
@@ -276,9 +303,9 @@ def launch(
         _launch_early(kernel, grid, block, arguments, shared)
     else:
         kernel(grid, block, tuple(arguments), shared_mem=shared)
-    recorded = getattr(_thread, "recorded", None)
-    if recorded is not None:
-        recorded.append(Launch(kernel, grid, block, tuple(arguments), shared))
+    record = getattr(_thread, "recorder", None)
+    if record is not None:
+        record(Launch(kernel, grid, block, tuple(arguments), shared))
 
 
 def _allow(kernel: Any, shared: int) -> None:
@@ -336,8 +363,5 @@ def _pointers_to(values: Sequence[ctypes.Array[ctypes.c_char]]) -> ctypes.Array[
 
 def _as_bytes(argument: Any) -> ctypes.Array[ctypes.c_char]:
     """The bytes of one kernel parameter."""
-    if isinstance(argument, np.ndarray | np.generic):
-        data = argument.tobytes()
-    else:  # a CuPy array: its address
-        data = np.uintp(argument.data.ptr).tobytes()
+    data = (np.uintp(argument.data.ptr) if _is_array(argument) else argument).tobytes()
     return (ctypes.c_char * len(data)).from_buffer_copy(data)
