@@ -47,8 +47,6 @@ class Captured(NamedTuple):
         logits, features: (N, num_classes) and (N, num_features) float32, where it leaves them.
         front: what the network's front launched, if that is in the graph.
         last: the launch that computed the logits.
-
-    The launches keep no arrays alive.
     """
 
     graph: "cupy.cuda.Graph"
@@ -111,7 +109,7 @@ class _Replay:
         passes: of the plan.
         device: number of the GPU.
         shape: (N, num_classes).
-        captured: stays alive with it.
+        captured: stays alive with it, but for its launches: first inputs must not.
         logits: where they are if they must be copied: address, bytes, kind of copy; None if graphs are told where to
             leave them.
         graph: the captured graph; None where it can be told nothing.
@@ -212,7 +210,8 @@ class Replays:
     ) -> _Replay:
         logits = captured.logits
         where = (logits.data.ptr, logits.nbytes, self._runtime.memcpyDeviceToDevice) if copied else None
-        return _Replay(passes, logits.data.device_id, logits.shape, captured, where, graph, launch)
+        kept = captured._replace(front=(), last=None)
+        return _Replay(passes, logits.data.device_id, logits.shape, kept, where, graph, launch)
 
     def forget(self, passes: Passes) -> None:
         """Drops what is known of a plan, so that nothing of it is replayed any more and no memory is held.
