@@ -189,11 +189,11 @@ def test_streams_of_cupy_and_what_they_order() -> None:
     expected = [plain(x) for x in inputs]
     model(inputs[0])
     synchronize()
-    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)] + [cupy.cuda.Stream.null] * 2
     results = []
     with only_replays():
         for i in range(45):
-            with streams[i % 3]:
+            with streams[i % 4]:
                 results.append(model(inputs[i % 5] * 2 / 2))
     synchronize()
     for i, result in enumerate(results):
@@ -208,13 +208,13 @@ def test_streams_of_torch_and_what_they_order() -> None:
     expected = [plain(x) for x in inputs]
     model(inputs[0])
     synchronize()
-    streams = [torch.cuda.Stream() for _ in range(3)]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()] + [torch.cuda.default_stream()] * 2
     big = torch.randn(2048, 2048, device="cuda")
     synchronize()
     results = []
     with only_replays():
         for i in range(45):
-            with torch.cuda.stream(streams[i % 3]):
+            with torch.cuda.stream(streams[i % 4]):
                 late = (big @ big)[0, 0] * 0  # the input is ready only when this is done
                 results.append(model(inputs[i % 5] + late) + 0)
     synchronize()
