@@ -10,6 +10,7 @@ Calls that resemble an earlier one go a shorter way still: `replay`.
 
 import logging
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -67,7 +68,7 @@ class Runner:
         self._plans: OrderedDict[tuple[int, ...], _Plan] = OrderedDict()
         self._kept_for_callers_graphs: list[Any] = []
         self._lock = threading.Lock()
-        self._replays = Replays(self._count_as_used)
+        self._replays = Replays(_without_reference(self._count_as_used))
         self.replay = self._replays.repeat
 
     def __call__(
@@ -230,6 +231,21 @@ class Runner:
         ):
             surplus.append(self._plans.popitem(last=False)[1])
         return surplus
+
+
+def _without_reference(method: Callable[[tuple[int, ...]], None]) -> Callable[[tuple[int, ...]], None]:
+    """Returns a function that calls a method as long as its object lives, which it does not keep alive.
+
+    So that object goes, and the GPU's memory with it, as soon as nobody else refers to it.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(key: tuple[int, ...]) -> None:
+        method = reference()
+        if method is not None:
+            method(key)
+
+    return call
 
 
 def _begun(work: Callable[[], None], stream: Any) -> Any:

@@ -3,8 +3,10 @@
 What a plan itself does needs a GPU: tests/gpu/test_plans_on_gpu.py.
 """
 
+import gc
 import sys
 import threading
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -291,6 +293,20 @@ def test_replaying_counts_as_use(stream: Any) -> None:
     assert [key[0] for key in alive()] == [1, 3]
     runner._count_as_used((2, 8, 8))  # another thread has dropped that plan meanwhile
     assert runner.planned == [(1, 8, 8), (3, 8, 8)]
+
+
+def test_a_runner_goes_with_its_last_reference(stream: Any) -> None:
+    """And with it what the GPU holds, without waiting for the collector."""
+    runner, given = make_runner(), object()
+    runner(Pixels(1), given=given)
+    alive, replay = weakref.ref(runner), runner.replay
+    gc.disable()
+    try:
+        del runner
+        assert alive() is None
+    finally:
+        gc.enable()
+    assert replay(given) == ("replayed", given, None), "who still has it in hand may call it"
 
 
 def test_without_plans_nothing_is_replayed(stream: Any) -> None:
