@@ -12,6 +12,9 @@ import pytest
 from cupy_resnet import plan as plan_module
 from cupy_resnet.jit import launching
 from cupy_resnet.plan import _Plan
+from cupy_resnet.replay import Replays
+
+REPLAYS = Replays(lambda key: None)
 
 
 class Log:
@@ -194,11 +197,11 @@ AFTER_FORKING = [
 
 def test_few_images_have_their_filters_brought_beside_the_first_layers(log: Log) -> None:
     ops: Any = Ops(log, nbytes=1001)
-    plan = _Plan(network(log), ops, array(5), None, None)
+    plan = _Plan(network(log), ops, array(5), None, None, REPLAYS)
     assert log.lines == BEFORE + AFTER_FORKING
     assert ops.filters == ["a", "b", "c", "d"]  # the stem's is needed at once, and not in the graph where it is fused
-    assert plan._body is not None
-    assert plan._body.graph == "graph"
+    assert plan._passes.body is not None
+    assert plan._passes.body.graph == "graph"
     assert plan._prefetch is not None  # the graph has the addresses that it reads
     plan.close()
     assert plan._prefetch is None
@@ -210,7 +213,7 @@ def test_where_activations_are_more_than_the_filters_nothing_is_brought(
 ) -> None:
     monkeypatch.setattr(Arena, "largest", largest)
     ops: Any = Ops(log, nbytes=max(1000, 2 * largest))
-    _Plan(network(log), ops, array(5), None, None)
+    _Plan(network(log), ops, array(5), None, None, REPLAYS)
     assert log.lines == [*BEFORE, "plan: body in the plan's memory, overlapping", "plan ends"]
 
 
@@ -221,7 +224,7 @@ def test_an_arena_that_something_stays_in_is_replaced(
     monkeypatch.setattr(Arena, "occupied", occupied)
     monkeypatch.setattr(Arena, "made", 0)
     ops: Any = Ops(log, nbytes=1000)
-    _Plan(network(log), ops, array(5), None, None)
+    _Plan(network(log), ops, array(5), None, None, REPLAYS)
     assert Arena.made == 1 + occupied
 
 
@@ -231,7 +234,7 @@ def test_a_capture_that_fails_is_ended(log: Log) -> None:
 
     ops: Any = Ops(log, nbytes=1001)
     with pytest.raises(MemoryError, match="no room"):
-        _Plan(network(log, fail), ops, array(5), None, None)
+        _Plan(network(log, fail), ops, array(5), None, None, REPLAYS)
     assert log.lines[-1] == "plan ends"
     assert [stream.name for stream in log.current] == ["caller"]
     assert not getattr(launching._thread, "overlapping", False)
@@ -239,7 +242,7 @@ def test_a_capture_that_fails_is_ended(log: Log) -> None:
 
 def test_a_call_is_captured_with_its_front_to_be_repeated(log: Log) -> None:
     ops: Any = Ops(log, nbytes=1001)
-    plan = _Plan(network(log), ops, array(5), None, None)
+    plan = _Plan(network(log), ops, array(5), None, None, REPLAYS)
     log.lines.clear()
     captured = plan._captured(lambda: log.enqueue("front of the call"))
     assert log.lines == [

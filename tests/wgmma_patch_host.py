@@ -32,6 +32,7 @@ struct Index { int x; } threadIdx, blockIdx, gridDim;
 struct Half { unsigned short bits; };
 struct Chunk { unsigned words[4]; };
 struct TensorMap { int id; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 enum { PIXELS_OF_X, FILTER, RESIDUAL, OUTPUT };
 unsigned char shared[1 << 18] __align__(1024);
@@ -178,9 +179,10 @@ void warpgroup_wait() {
     std::erase_if(reads, [&](const Read& read) { return read.consumer == consumer && read.group < done; });
     rest();
 }
-float to_float(Half) { return 0; }
-float relu_of(float x) { return x; }
-unsigned pack_pair(float, float, Half) { return 0; }
+float2 make_float2(float x, float y) { return {x, y}; }
+unsigned floor_word(int, Half) { return 0; }
+template <typename Element, bool ADD, int COUNT>
+void finish_matrices_of_rows(unsigned (&)[COUNT], const float*, float2, unsigned) {}
 // What only a tile of floats needs, which is not staged.
 [[noreturn]] void not_staged() { fail("every tile is staged"); }
 int min(int, int) { not_staged(); }

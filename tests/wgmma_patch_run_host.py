@@ -55,6 +55,9 @@ template <int = 0> void store_wait() { staged(); }
 void store_box(const TensorMap&, unsigned, int, int, int, int) { staged(); }
 void store_commit() { staged(); }
 void warpgroup_sync(int) { staged(); }
+unsigned floor_word(int, float) { staged(); }
+template <typename Element, bool ADD, int COUNT>
+void finish_matrices_of_rows(unsigned (&)[COUNT], const float*, float2, unsigned) { staged(); }
 """
 
 MAIN = r"""
