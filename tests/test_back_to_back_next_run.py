@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from back_to_back_host import host_source, run
-from test_back_to_back_run import FULL_PIXELS, SHAPES, convolution, drawn, in_precision_of, seed_of
+from test_back_to_back_run import FULL_PIXELS, SHAPES, convolution, drawn, form_name, in_precision_of, seed_of
 from wgmma_host import COMPILER, Program, programs, wrong_programs
 
 from cupy_resnet.conv2d import Conv2dPair, Conv2dProblem
@@ -17,9 +17,7 @@ from cupy_resnet.conv2d.back_to_back import configurations
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 FORMS: dict[str, dict[str, Any]] = {
-    f"{'TF32 ' * (config.precision == 'tf32')}{config.tile_m}x{config.mid_channels}x{config.next_channels}": (
-        config.defines()
-    )
+    form_name(config): config.defines()
     for config in configurations()
     if config.precision != "fp16" and config.next_channels and not config.shortcut_channels
 }
@@ -29,7 +27,11 @@ FORMS["few_filters"] = {**TWO_CONSUMERS, "PIXEL_STAGES": 4, "FILTER_STAGES": 3}
 FORMS["few_pixels"] = {**FORMS["64x128x128"], "PIXEL_STAGES": 2, "FILTER_STAGES": 7}
 FORMS["resident"] = {**TWO_CONSUMERS, "PIXEL_STAGES": 3, "FILTER_STAGES": 21}
 FORMS["TF32, few stages"] = {**FORMS["TF32 128x64x64"], "PIXEL_STAGES": 3, "FILTER_STAGES": 4}
-FORMS["TF32, few stages, few columns"] = {**FORMS["TF32 192x64x128"], "PIXEL_STAGES": 2, "FILTER_STAGES": 3}
+FORMS["TF32, few stages, few columns"] = {
+    **FORMS["TF32 192x64x128, 32 columns, 7 stages"],
+    "PIXEL_STAGES": 2,
+    "FILTER_STAGES": 3,
+}
 FORMS["TF32, resident"] = {**FORMS["TF32 64x64x64"], "PIXEL_STAGES": 3, "FILTER_STAGES": 24}
 
 

@@ -11,7 +11,7 @@ from helpers import ConvCase, torch_conv2d
 from wgmma_host import COMPILER, Defines, Program, programs, wrong_programs
 
 from cupy_resnet.conv2d import Conv2dPair, Conv2dProblem
-from cupy_resnet.conv2d.back_to_back import configurations
+from cupy_resnet.conv2d.back_to_back import BackToBackConfig, configurations
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -27,8 +27,17 @@ SHAPES = {
     "large padding": (replace(PLAIN, N=2, H=3, W=5, pad_h=4, pad_w=3, C=128), 128),
     "full tiles": (replace(PLAIN, N=2, H=8, W=16), 256),
 }
+
+
+def form_name(config: BackToBackConfig) -> str:
+    """Of one that is tested."""
+    sizes = [config.tile_m, config.mid_channels, *([config.next_channels] if config.next_channels else [])]
+    columns = "" if config.columns == 64 else f", {config.columns} columns, {config.pixel_stages} stages"
+    return f"{'TF32 ' * (config.precision == 'tf32')}{'x'.join(map(str, sizes))}{columns}"
+
+
 FORMS = {
-    f"{'TF32 ' * (config.precision == 'tf32')}{config.tile_m}x{config.mid_channels}": config.defines()
+    form_name(config): config.defines()
     for config in configurations()
     if config.precision != "fp16" and config.next_channels == config.shortcut_channels == 0 and config.cluster_size == 1
 }

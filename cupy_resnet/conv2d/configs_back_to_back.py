@@ -115,6 +115,16 @@ BACK_TO_BACK_TF32_TILES = (
     (128, 128, 6, 8, 128),
     (64, 64, 12, 16, 64),
     (192, 64, 5, 7, 64, 64),
+    (128, 256, 6, 4, 0, 0, 1, 32),
+    (192, 128, 6, 5, 0, 0, 1, 32),
+    (192, 64, 5, 13, 0, 0, 1, 32),
+    (192, 64, 7, 7, 64, 0, 1, 32),
+    (192, 64, 6, 10, 64, 0, 1, 32),
+    (192, 64, 6, 10, 128, 0, 1, 32),
+    (128, 128, 6, 8, 128, 0, 1, 32),
+    (128, 128, 7, 7, 128, 0, 1, 32),
+    (192, 64, 5, 7, 64, 64, 1, 32),
+    (192, 64, 4, 10, 64, 64, 1, 32),
 )
 """The same in TF32: a slice has half as many channels, and registers hold half as many results. Three consumers have
 room for more than 64 of them if they multiply 32 columns at a time."""
