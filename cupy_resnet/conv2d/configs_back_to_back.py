@@ -94,10 +94,11 @@ BACK_TO_BACK_TILES = (
     (192, 64, 6, 7, 64, 64),
     (64, 64, 10, 17, 64, 64),
     (192, 256, 4, 5, 0, 0, 2),
+    (192, 64, 7, 7),
 )
 """(tile_m, mid_channels, pixel_stages, filter_stages, next_channels, shortcut_channels, cluster_size), elements of 2
 bytes: as many stages as there is room for. 13 hold both filters where 64 of 3×3 over 64 channels have 256 behind them:
-they are fetched once. Where more is behind these, tiles of 192 pixels do better with stages for pixels.
+they are fetched once. Where more is behind these, or there are many tiles, 192 pixels do better with stages for pixels.
 """
 
 BACK_TO_BACK_TF32_TILES = (
@@ -116,15 +117,9 @@ BACK_TO_BACK_TF32_TILES = (
     (64, 64, 12, 16, 64),
     (192, 64, 5, 7, 64, 64),
     (128, 256, 6, 4, 0, 0, 1, 32),
-    (192, 128, 6, 5, 0, 0, 1, 32),
-    (192, 64, 5, 13, 0, 0, 1, 32),
-    (192, 64, 7, 7, 64, 0, 1, 32),
-    (192, 64, 6, 10, 64, 0, 1, 32),
-    (192, 64, 6, 10, 128, 0, 1, 32),
-    (128, 128, 6, 8, 128, 0, 1, 32),
+    (192, 64, 6, 10, 0, 0, 1, 32),
     (128, 128, 7, 7, 128, 0, 1, 32),
     (192, 64, 5, 7, 64, 64, 1, 32),
-    (192, 64, 4, 10, 64, 64, 1, 32),
 )
 """The same in TF32: a slice has half as many channels, and registers hold half as many results. Three consumers have
 room for more than 64 of them if they multiply 32 columns at a time."""
