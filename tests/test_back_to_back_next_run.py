@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from back_to_back_host import host_source, run
-from test_back_to_back_run import FULL_PIXELS, SHAPES, convolution, drawn, forms_by_name, in_precision_of, seed_of
+from test_back_to_back_run import FULL_PIXELS, SHAPES, convolution, drawn, form_name, in_precision_of, seed_of
 from wgmma_host import COMPILER, Program, programs, wrong_programs
 
 from cupy_resnet.conv2d import Conv2dPair, Conv2dProblem
@@ -16,11 +16,11 @@ from cupy_resnet.conv2d.back_to_back import configurations
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
-FORMS: dict[str, dict[str, Any]] = forms_by_name(
-    config
+FORMS: dict[str, dict[str, Any]] = {
+    form_name(config): config.defines()
     for config in configurations()
     if config.precision != "fp16" and config.next_channels and not config.shortcut_channels
-)
+}
 TWO_CONSUMERS = {**FORMS["192x64x128"], "TILE_M": 128}
 FORMS["few_stages"] = {**FORMS["192x64x64"], "PIXEL_STAGES": 2, "FILTER_STAGES": 2}
 FORMS["few_filters"] = {**TWO_CONSUMERS, "PIXEL_STAGES": 4, "FILTER_STAGES": 3}

@@ -29,22 +29,18 @@ SHAPES = {
 }
 
 
-def forms_by_name(configs: Iterable[BackToBackConfig]) -> dict[str, Defines]:
-    """Those that are tested: of two that differ only in stages, the second is called by its stages for pixels."""
-    forms: dict[str, Defines] = {}
-    for config in configs:
-        sizes = [config.tile_m, config.mid_channels, *([config.next_channels] if config.next_channels else [])]
-        columns = "" if config.columns == 64 else f", {config.columns} columns"
-        name = f"{'TF32 ' * (config.precision == 'tf32')}{'x'.join(map(str, sizes))}{columns}"
-        forms[f"{name}, {config.pixel_stages} stages" if name in forms else name] = config.defines()
-    return forms
+def form_name(config: BackToBackConfig) -> str:
+    """Of one that is tested."""
+    sizes = [config.tile_m, config.mid_channels, *([config.next_channels] if config.next_channels else [])]
+    columns = "" if config.columns == 64 else f", {config.columns} columns"
+    return f"{'TF32 ' * (config.precision == 'tf32')}{'x'.join(map(str, sizes))}{columns}"
 
 
-FORMS = forms_by_name(
-    config
+FORMS = {
+    form_name(config): config.defines()
     for config in configurations()
     if config.precision != "fp16" and config.next_channels == config.shortcut_channels == 0 and config.cluster_size == 1
-)
+}
 NARROW: Defines = {**FORMS["128x128"], "MIDDLE": 64, "FILTER_STAGES": 13}
 FORMS["few_stages"] = {**NARROW, "PIXEL_STAGES": 2, "FILTER_STAGES": 2}
 FORMS["few_filters"] = {**NARROW, "PIXEL_STAGES": 5, "FILTER_STAGES": 3}

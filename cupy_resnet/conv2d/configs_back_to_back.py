@@ -94,11 +94,10 @@ BACK_TO_BACK_TILES = (
     (192, 64, 6, 7, 64, 64),
     (64, 64, 10, 17, 64, 64),
     (192, 256, 4, 5, 0, 0, 2),
-    (192, 64, 7, 7),
 )
 """(tile_m, mid_channels, pixel_stages, filter_stages, next_channels, shortcut_channels, cluster_size), elements of 2
 bytes: as many stages as there is room for. 13 hold both filters where 64 of 3×3 over 64 channels have 256 behind them:
-they are fetched once. Where more is behind these, or there are many tiles, 192 pixels do better with stages for pixels.
+they are fetched once. Where more is behind these, tiles of 192 pixels do better with stages for pixels.
 """
 
 BACK_TO_BACK_TF32_TILES = (
@@ -117,7 +116,6 @@ BACK_TO_BACK_TF32_TILES = (
     (64, 64, 12, 16, 64),
     (192, 64, 5, 7, 64, 64),
     (128, 256, 6, 4, 0, 0, 1, 32),
-    (192, 64, 6, 10, 0, 0, 1, 32),
     (128, 128, 7, 7, 128, 0, 1, 32),
     (192, 64, 5, 7, 64, 64, 1, 32),
 )
